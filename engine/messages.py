@@ -289,6 +289,10 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     """Blocks that differed from what was computed, or from their digest."""
     inherited_tokens: int = 0
     """Those of ``fetched_tokens`` that a dead instance had computed."""
+    spot_checked: dict[str, int] = {}
+    """Cached pieces that were computed again in spot checks, by the kind of their source."""
+    spot_wrong: dict[str, int] = {}
+    """Those of them that differed."""
 
 
 class FileCounters(msgspec.Struct, frozen=True, array_like=True):

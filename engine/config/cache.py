@@ -52,6 +52,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "them, and lend them blocks."
         ),
     ] = True
+    cache_check_interval: Annotated[
+        int,
+        Meta(ge=0),
+        flag(
+            help="Compute one in so many cached blocks again that requests have found, wherever it came "
+            "from. If it differs, nothing of its source is used any more; 0: none. Where bits do not depend "
+            "on the batch."
+        ),
+    ] = 1000
     enable_kv_inheritance: Annotated[
         bool,
         flag(

@@ -63,6 +63,7 @@ class CacheSharing:
         token_bytes: float,
         end_bytes: int = 0,
         checks: bool = False,
+        check_interval: int = 0,
         tier: FileTier | None = None,
         heir: LocalCarrier | None = None,
     ) -> None:
@@ -70,7 +71,8 @@ class CacheSharing:
 
         ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache, and
         ``end_bytes`` those of the boundary pieces at the end of a context. ``checks``: bits do not depend on
-        the batch, so some fetched blocks are computed as well, and compared. ``tier``: blocks in files.
+        the batch, so some fetched blocks are computed as well, and compared. So is one of ``check_interval``
+        pieces that requests find. ``tier``: blocks in files.
         ``heir``: those of dead instances.
         """
         self.exchange = BlockExchange(
@@ -78,8 +80,10 @@ class CacheSharing:
             Sources(mover, FetchPrice(token_bytes, end_bytes), tier=tier, heir=heir),
             self._block_size,
             checks=checks and self._in_flight == 1,
+            check_interval=check_interval,
             in_flight=self._scheduler.blocks_in_flight,
         )
+        self._scheduler.prefixes.hits = self.exchange.spot_checks
         self.tier = tier
         self.blocks_at, self.cache_identity = address, identity
 
@@ -126,6 +130,7 @@ class CacheSharing:
             self._publisher.turn(self._scheduler.blocks_being_filled)
         for request in self.exchange.turn(self._scheduler.blocks_being_filled, find):
             self._scheduler.add(request)
+        self.forget_checks()
         found: list[tuple[bytes, Prefetched | HandedOver]] = []
         for key in self.exchange.take_handed_over():
             self._scheduler.abort(key)
@@ -133,6 +138,28 @@ class CacheSharing:
         for (peer, number), size, is_taken in self.exchange.take_copied():
             found.append((peer, Prefetched(number, size, is_taken)))
         return found
+
+    @property
+    def wants_check(self) -> bool:
+        """Whether a spot check of the cache waits for a step."""
+        checks = None if self.exchange is None else self.exchange.spot_checks
+        return checks is not None and checks.wants_step
+
+    def begin_check(self) -> None:
+        """Queue a spot check of the cache, if one is due and nothing else waits."""
+        checks = None if self.exchange is None else self.exchange.spot_checks
+        queues = self._scheduler.queues
+        if checks is None or queues.waiting:
+            return
+        request = checks.begin(is_busy=bool(queues.running))
+        if request is not None:
+            self._scheduler.add(request)
+
+    def forget_checks(self) -> None:
+        """Take requests of spot checks that are over from the scheduler, before they get a token."""
+        checks = None if self.exchange is None else self.exchange.spot_checks
+        for key in checks.take_over() if checks is not None else ():
+            self._scheduler.abort(key)
 
     def forget_copies(self, peer: bytes) -> None:
         """Stop fetching blocks for a router that is gone."""

@@ -48,8 +48,12 @@ class StepPipeline:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step of this instance's requests is under way, or to run again."""
-        return bool(self._unfinished) or any(step.slots for step, _ in self._under_way)
+        """Whether a step of this instance's requests is under way, or to run again.
+
+        So it is where a spot check of the cache would be the only work. In lockstep it waits for others'.
+        """
+        is_due = isinstance(self.stepping, Alone) and self._sharing.wants_check
+        return is_due or bool(self._unfinished) or any(step.slots for step, _ in self._under_way)
 
     @property
     def overlaps(self) -> bool:
@@ -91,6 +95,7 @@ class StepPipeline:
             running = self._scheduler.queues.running
             for request in exchange.wrong_requests(running, filled_by(step)):
                 self._scheduler.set_back(request)
+            self._sharing.forget_checks()
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
@@ -133,6 +138,7 @@ class StepPipeline:
 
     def _schedule(self) -> Step | None:
         self._scheduler.budget.only_instance = self._only_instance or isinstance(self.stepping, Alone)
+        self._sharing.begin_check()
         step = self._scheduler.schedule()
         if step is None:
             return None

@@ -173,6 +173,7 @@ class CacheServices:
             token_bytes=memory.block_bytes / cache.block_size,
             end_bytes=sum(memory.bytes_of(end - 1) for end in core.pool.kinds.ends[1:]),
             checks=self._numerics.invariant,
+            check_interval=cache.cache_check_interval,
             tier=self._tier,
             heir=self._heir,
         )

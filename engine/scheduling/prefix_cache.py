@@ -24,6 +24,12 @@ class Contents(Protocol):
     ) -> None: ...
 
 
+class Hits(Protocol):
+    """Interface that learns what requests find (:class:`engine.transfers.spot_checks.SpotChecks`)."""
+
+    def found(self, request: Request, num_blocks: int) -> None: ...
+
+
 class PrefixCache:
     """Names the blocks that requests fill, and finds those that need no computing."""
 
@@ -31,6 +37,7 @@ class PrefixCache:
         self._pool = pool
         self._block_size = block_size
         self.contents: Contents | None = None
+        self.hits: Hits | None = None
 
     def __repr__(self) -> str:
         return f"<PrefixCache of {self._pool!r}>"
@@ -86,6 +93,8 @@ class PrefixCache:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)
             request.num_cached_output = request.num_computed - request.num_cached
+            if self.hits is not None and request.num_named:
+                self.hits.found(request, request.num_named)
 
     def _tell_contents(self, request: Request, first: int, end: int) -> None:
         if self.contents is not None and self.contents.lacks_tokens:

@@ -75,6 +75,10 @@ class Origins:
         """Forget the source of a block that the cache has dropped."""
         self._source_of.pop(block_hash, None)
 
+    def source_of(self, name: BlockHash) -> Source | None:
+        """Source of a block; None: it was computed here, or is not cached."""
+        return self._source_of.get(name)
+
     def names(self, sources: Iterable[Source]) -> set[BlockHash]:
         """Names of the cache's blocks that came from some sources."""
         wanted = set(sources)

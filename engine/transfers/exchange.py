@@ -9,6 +9,7 @@ way, while it still runs elsewhere (:mod:`engine.transfers.copies`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.messages import TransferCounters
@@ -22,9 +23,12 @@ from engine.transfers.incoming import IncomingTransfer, IncomingTransfers
 from engine.transfers.lending import Key, Lookup, Return
 from engine.transfers.loans import Loans
 from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
-from engine.transfers.sources import Sources
+from engine.transfers.sources import Sources, kind_of
+from engine.transfers.spot_checks import NOBODY, SpotChecks
 from engine.transfers.totals import TransferTotals
 from engine.transfers.waiting_requests import WaitingRequests
+
+logger = logging.getLogger(__name__)
 
 AHEAD = 3
 """Blocks that a request may have beyond those known when it is taken over.
@@ -43,16 +47,21 @@ class BlockExchange:
         block_size: int,
         *,
         checks: bool = False,
+        check_interval: int = 0,
         in_flight: Callable[[], set[int]] = set,
     ) -> None:
         """``checks``: some fetched blocks are computed as well, since their bits must be equal.
 
-        ``in_flight``: blocks that steps under way read or write, held by a request or not.
+        So is one of ``check_interval`` pieces that requests find; 0: none. ``in_flight``: blocks that steps
+        under way read or write, held by a request or not.
         """
         self._pool = pool
         self._block_size = block_size
         self._totals = totals = TransferTotals()
         self._checks = BlockChecks(pool, block_size) if checks else None
+        self.spot_checks: SpotChecks | None = None
+        if self._checks is not None and check_interval:
+            self.spot_checks = SpotChecks(check_interval, pool, block_size, self._checks.origins)
         self.sources = sources
         self._loans = Loans(pool, sources.mover, block_size, totals)
         self._incoming = IncomingTransfers(
@@ -67,8 +76,9 @@ class BlockExchange:
 
     @property
     def is_open(self) -> bool:
-        """Whether blocks are moved at all."""
-        return not self.sources.mover.has_ended and self._pool.is_caching
+        """Whether blocks are moved at all; not while the source of a wrong one is looked for."""
+        is_looking = self.spot_checks is not None and self.spot_checks.is_looking
+        return not self.sources.mover.has_ended and self._pool.is_caching and not is_looking
 
     @property
     def is_idle(self) -> bool:
@@ -179,21 +189,48 @@ class BlockExchange:
         They are those that were checked, and those of the ``running`` ones that hold blocks of the same
         source. ``filled``: finds the boundary pieces that the step has filled.
         """
-        if not self._checks:
+        if self._checks is None:
             return []
-        count, wrong = self._checks.compare(self.sources.mover.same, filled)
+        return [*self._wrong_fetched(self._checks, running, filled), *self._wrong_found(running, filled)]
+
+    def _wrong_fetched(
+        self, checks: BlockChecks, running: Iterable[Request], filled: Filled
+    ) -> list[Request]:
+        count, wrong = checks.compare(self.sources.mover.same, filled)
         self._totals.add(checked_blocks=count, wrong_blocks=len(wrong))
         if not wrong:
             return []
         found = {check.request.key: check.request for check in wrong}
         sources = {check.source for check in wrong}
-        of_source = self._checks.origins.names(sources)
+        of_source = checks.origins.names(sources)
         found |= {each.key: each for each in running if not of_source.isdisjoint(each.hashes)}
         for source in sources:
             self.sources.distrust(source, "a block of it is not what was computed here", is_wrong=True)
         self.reset()  # others may have been computed on top of it, and nobody knows which
         self.sources.drop_files(wrong)
         return list(found.values())
+
+    def _wrong_found(self, running: Iterable[Request], filled: Filled) -> list[Request]:
+        """Act on a spot check; returns requests to compute anew, since they have found something."""
+        verdict = self.spot_checks and self.spot_checks.compare(self.sources.mover.same, filled)
+        if not verdict:
+            return []
+        if verdict.source is not None:
+            self._totals.checked(kind_of(verdict.source), is_right=verdict.is_right)
+            if not verdict.is_right:
+                self.sources.blame(verdict.source, verdict.names)
+            return []
+        found = [
+            each for each in running if each.key[0] != NOBODY and each.num_cached + each.num_cached_output
+        ]
+        logger.error(
+            "a piece of the cache is not what is computed here: all is forgotten, and %d requests that found "
+            "something are computed again: %s",
+            len(found),
+            ", ".join(each.request_id for each in found),
+        )
+        self.reset()
+        return found
 
     # ---- events
 
@@ -215,8 +252,10 @@ class BlockExchange:
                 case TransferEnded():
                     ready += self._ended(event)
         self._loans.hand_over_due(find)
-        if self._checks:
+        if self._checks is not None:
             self._checks.drop_ended()
+        if self.spot_checks is not None:
+            self.spot_checks.drop_ended()
         if self._incoming and self.sources.may_hang:
             ready += self._overdue()
         if self.sources.mover.has_ended and not self.is_idle:

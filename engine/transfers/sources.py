@@ -187,18 +187,36 @@ class Sources:
         while len(self._distrusted) > MOST_DISTRUSTED:
             del self._distrusted[next(iter(self._distrusted))]
 
+    def blame(self, source: Source, names: Sequence[BlockHash]) -> None:
+        """Act on a wrong piece of a context, of which the source is known by now."""
+        if source:
+            self.distrust(source, "a block of it is not what is computed here", is_wrong=True)
+        else:
+            logger.error("the fault is of this instance: its memory, or what it computed")
+        self._drop_files(source, names)
+
     def drop_files(self, wrong: Iterable[BlockCheck]) -> None:
         """Delete files that are wrong, or may be written on top of wrong blocks."""
+        for check in wrong:
+            self._drop_files(check.source, check.names)
+
+    def _drop_files(self, source: Source, names: Sequence[BlockHash]) -> None:
         if self._tier is None:
             return
-        for check in wrong:
-            if check.source == FILES:
-                self._tier.forget(check.names)
-        for source in {check.source for check in wrong}:
-            if source == FILES:
-                self._tier.abandon()
-            else:
-                self._tier.drop_written()
+        if source == FILES:
+            self._tier.forget(names)
+            self._tier.abandon()
+        else:
+            self._tier.drop_written()
+
+
+def kind_of(source: Source) -> str:
+    """Kind of a source, as metrics name it; one without an address is this instance."""
+    if not source:
+        return "own"
+    if is_dead(source):
+        return "memory"
+    return "file" if source == FILES else "instance"
 
 
 def is_dead(source: Source) -> bool:

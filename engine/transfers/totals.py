@@ -29,6 +29,13 @@ class TransferTotals:
         outcomes = {**outcomes, outcome.value: outcomes.get(outcome.value, 0) + 1}
         self._counters = msgspec.structs.replace(self._counters, outcomes=outcomes)
 
+    def checked(self, kind: str, *, is_right: bool) -> None:
+        """Count a spot check by the kind of its piece's source."""
+        counters = self._counters
+        checked = {**counters.spot_checked, kind: counters.spot_checked.get(kind, 0) + 1}
+        wrong = {**counters.spot_wrong, kind: counters.spot_wrong.get(kind, 0) + (not is_right)}
+        self._counters = msgspec.structs.replace(counters, spot_checked=checked, spot_wrong=wrong)
+
     def counters(self, prompt_tokens: int) -> TransferCounters:
         """All totals; ``prompt_tokens`` are those that the scheduler has counted."""
         return msgspec.structs.replace(self._counters, prompt_tokens=prompt_tokens)

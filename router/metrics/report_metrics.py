@@ -160,6 +160,15 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
         "KV blocks that came and were not what was computed, or had another digest.",
         labels=LABELS,
     )
+    by_kind = (*LABELS, "kind")
+    spot_checked = CounterMetricFamily(
+        "lockstep:cache_checked",
+        "Cached pieces that requests had found and spot checks computed again, by where they came from.",
+        labels=by_kind,
+    )
+    spot_wrong = CounterMetricFamily(
+        "lockstep:cache_wrong", "Those of them that were not what was computed.", labels=by_kind
+    )
     price = GaugeMetricFamily(
         "lockstep:kv_fetch_price",
         "Measured time to fetch a token over that to compute one; 1: nothing is fetched.",
@@ -178,7 +187,10 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
         checked.add_metric(labels, counters.checked_blocks)
         wrong.add_metric(labels, counters.wrong_blocks)
         price.add_metric(labels, report.fetch_price)
-    return [outcomes, num_bytes, seconds, inherited, lent, checked, wrong, price]
+        for family, counts in (spot_checked, counters.spot_checked), (spot_wrong, counters.spot_wrong):
+            for kind, count in sorted(counts.items()):
+                family.add_metric((*labels, kind), count)
+    return [outcomes, num_bytes, seconds, inherited, lent, checked, wrong, spot_checked, spot_wrong, price]
 
 
 STEP_PARTS = ("wait", "attention", "dispatch", "experts", "combine", "rest")

@@ -27,7 +27,13 @@ class Serving:
     """An instance that lends and fetches, reads and writes files, and inherits; without routers."""
 
     def __init__(
-        self, instance: Instance, *, files: Path | None = None, inherits: bool = False, states: int = 64
+        self,
+        instance: Instance,
+        *,
+        files: Path | None = None,
+        inherits: bool = False,
+        states: int = 64,
+        check_interval: int = 0,
     ) -> None:
         self.core: EngineCore = instance.core(How(cache=CACHE, states=states))
         self.pool, size = self.core.pool, instance.block_size
@@ -52,6 +58,7 @@ class Serving:
             token_bytes=memory.block_bytes / size,
             end_bytes=memory.bytes_of(self.pool.num_blocks),
             checks=True,
+            check_interval=check_interval,
             tier=self.tier,
             heir=self.heir,
         )

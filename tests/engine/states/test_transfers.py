@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -173,6 +174,33 @@ def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
     before = counters.outcomes
     assert taker.answers(submits[:3], source.mover.address, source) == {n: alone[n] for n in range(3)}
     assert (taker.counters.outcomes == before) == (wrong is not None), "a wrong source is not asked again"
+
+
+@pytest.mark.parametrize("wrong", [None, "state", "block"])
+def test_spot_checks_find_a_wrong_state_and_a_wrong_block(
+    pair: Pair, submits: list[Submit], alone: Answers, wrong: str | None
+) -> None:
+    serving, submit = Serving(pair[0], check_interval=4), submits[3]
+    try:
+        assert serving.answers([submit]) == {3: alone[3]}
+        names = serving.names_of(submit)
+        slot = serving.pool.slot_of(names[-1] if wrong == "state" else names[2])
+        flipped = serving.memory.read([slot])[0] ^ 0x11
+        if not flipped.size:
+            pytest.skip("without keys and values blocks are empty")
+        if wrong is not None:
+            serving.memory.write(slot, flipped.data)
+        for _ in range(20):
+            serving.answers([submit])
+            if any(serving.counters.spot_wrong.values()):
+                break
+        assert sum(serving.counters.spot_checked.values()) > 0
+        assert +Counter(serving.counters.spot_wrong) == ({"own": 1} if wrong else {})
+        assert serving.answers(submits) == alone
+        assert serving.core.reports.report(0, 0).blocks_used == 0
+        assert serving.pool.num_free_boundaries == len(serving.pool.kinds.slots_of(1))
+    finally:
+        serving.close()
 
 
 def test_a_check_of_a_request_that_is_aborted_leaves_nothing(

@@ -35,7 +35,9 @@ def is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 class Serving:
     """An instance that lends and fetches, without routers."""
 
-    def __init__(self, instance: Instance, how: How, dtype: str = "bfloat16") -> None:
+    def __init__(
+        self, instance: Instance, how: How, dtype: str = "bfloat16", check_interval: int = 0
+    ) -> None:
         self.core: EngineCore = instance.core(how)
         memory = instance.executor.block_memory()
         assert memory is not None
@@ -51,6 +53,7 @@ class Serving:
             identity=identity,
             token_bytes=memory.block_bytes / instance.block_size,
             checks=True,
+            check_interval=check_interval,
         )
         self.memory, self.pool = memory, self.core.pool
         self.found: Answers = {}

@@ -1,0 +1,200 @@
+"""Spot checks of what requests find in the cache: wrong pieces are found, healthy sources are not blamed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from engine.kernels.core import library
+from engine.messages import Submit
+from engine.sampling import SamplingParams
+from engine.transfers import checking
+from engine.transfers.fetching import DEAD, FILES
+from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load
+from tests.engine.invariance.mixed import requests
+from tests.engine.invariance.test_table import VOCAB, directory_of
+from tests.engine.transfers.test_bits import Serving, is_cheap, serve
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
+__all__ = ["is_cheap"]
+INTERVAL = 16
+"""Pieces of which one is checked."""
+NUM_BLOCKS = 20
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Instance:
+    return load(directory_of("llama", tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Instance:
+    return load(directory_of("llama", tmp_path_factory))
+
+
+def prompt(number: int, salt: str = "") -> Submit:
+    """A prompt with 20 blocks that all of these share, and some tokens of its own."""
+    shared = [5 + index * 7 % 280 for index in range(NUM_BLOCKS * 16)]
+    own = [3 + number * 11 % 250, 4 + number % 200, 9]
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    return Submit(number, f"request {number}", shared + own, params, 0, cache_salt=salt)
+
+
+@pytest.fixture(scope="module")
+def alone(instance: Instance) -> Answers:
+    return instance.answers([prompt(number) for number in range(60)], ALONE)[0]
+
+
+@pytest.fixture
+def serving(instance: Instance, alone: Answers) -> Iterator[Serving]:
+    made = Serving(instance, How(cache=4096), check_interval=INTERVAL)
+    yield made
+    made.mover.close()
+
+
+def spot_counts(serving: Serving) -> tuple[dict[str, int], dict[str, int]]:
+    exchange = serving.core.sharing.exchange
+    assert exchange is not None
+    counters = exchange.counters()
+    return counters.spot_checked, counters.spot_wrong
+
+
+def until_found(serving: Serving) -> int:
+    """Number of the request after which a wrong piece has been found."""
+    for number in range(1, 10 * INTERVAL + 1):
+        serving.submit([prompt(number % 50)])
+        serve(serving)
+        if sum(spot_counts(serving)[1].values()):
+            return number
+    raise AssertionError("nothing was found")
+
+
+def test_checks_change_no_answer_and_no_count(instance: Instance) -> None:
+    submits = requests(11, count=24, vocab_size=VOCAB, longest=300, most=8, greedy=False)
+    expected = instance.answers(submits, ALONE)[0]
+    serving = Serving(instance, How(cache=16384), check_interval=1)
+    try:
+        for first in range(2):
+            again = [msgspec.structs.replace(each, request=each.request + 100 * first) for each in submits]
+            serving.submit(again)
+            serve(serving)
+        assert {key % 100: answer for key, answer in serving.found.items()} == expected
+        checked, wrong = spot_counts(serving)
+        assert (checked.keys(), sum(wrong.values())) == ({"own"}, 0)
+        assert checked["own"] > 5
+        begun = [each for each in submits if not each.output_ids]
+        counters = serving.core.scheduler.counters()
+        assert counters.prompt_tokens == 2 * sum(len(each.prompt_ids) for each in begun)
+        assert serving.core.reports.report(0, 0).blocks_used == 0
+    finally:
+        serving.mover.close()
+
+
+@pytest.mark.parametrize("place", [0, 7, NUM_BLOCKS - 1])
+@pytest.mark.parametrize("source", ["", "tcp://there", f"{DEAD}/x#1"])
+def test_a_flipped_bit_is_found_wherever_its_block_came_from(
+    serving: Serving, alone: Answers, place: int, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.submit([prompt(0)])
+    serve(serving)
+    exchange = serving.core.sharing.exchange
+    assert exchange is not None
+    assert exchange.spot_checks is not None
+    names = serving.core.pool.known
+    chain = [name for name in names if serving.pool.find_prefix([name])]
+    assert len(chain) >= NUM_BLOCKS
+    block = serving.pool.find_prefix(chain[place : place + 1])[0]
+    flipped = serving.memory.read([block])[0] ^ 0x21
+    serving.memory.write(block, flipped.data)
+    for name in chain[: NUM_BLOCKS // 2]:  # of a healthy source
+        exchange.spot_checks._origins.came(name, "tcp://healthy")
+    if source:
+        exchange.spot_checks._origins.came(chain[place], source)
+    number = until_found(serving)
+    assert number <= 10 * INTERVAL
+    kind = {"": "instance" if place < NUM_BLOCKS // 2 else "own", "tcp://there": "instance"}.get(
+        source, "memory"
+    )
+    assert +Counter(spot_counts(serving)[1]) == {kind: 1}
+    blamed = source or ("tcp://healthy" if place < NUM_BLOCKS // 2 else "")
+    assert [not exchange.sources.trusts(each) for each in ("tcp://healthy", source) if each] == [
+        each == blamed for each in ("tcp://healthy", source) if each
+    ]
+    assert "a piece of the cache is not what is computed here" in caplog.text
+    serving.submit([prompt(number) for number in range(50, 56)])
+    serve(serving)
+    assert {key: serving.found[key] for key in range(50, 56)} == {key: alone[key] for key in range(50, 56)}
+    assert serving.core.reports.report(0, 0).blocks_used == 0
+
+
+def test_a_source_that_computed_wrongly_is_named(
+    instance: Instance, other: Instance, alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transfers are not checked here: the spot check finds it among what came."""
+    monkeypatch.setattr(checking, "CHECK_INTERVAL", 1 << 30)
+    source = Serving(other, How(cache=4096))
+    taker = Serving(instance, How(cache=4096), check_interval=INTERVAL)
+    try:
+        source.submit([prompt(0)])
+        serve(source)
+        chain = [name for name in source.pool.known if source.pool.find_prefix([name])]
+        for name in chain[5:]:
+            (block,) = source.pool.find_prefix([name])
+            source.memory.write(block, (source.memory.read([block])[0] ^ 0x21).data)
+        taker.submit([prompt(1)], source.mover.address)
+        serve(source, taker)
+        until_found(taker)
+        assert +Counter(spot_counts(taker)[1]) == {"instance": 1}
+        exchange = taker.core.sharing.exchange
+        assert exchange is not None
+        assert not exchange.sources.trusts(source.mover.address)
+        assert exchange.sources.trusts(FILES)
+        taker.submit([prompt(50)], source.mover.address)
+        serve(source, taker)
+        assert taker.found[50] == alone[50]
+    finally:
+        source.mover.close()
+        taker.mover.close()
+
+
+def test_running_requests_that_found_a_wrong_piece_are_computed_again(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.submit([prompt(0)])
+    serve(serving)
+    chain = [name for name in serving.pool.known if serving.pool.find_prefix([name])]
+    (block,) = serving.pool.find_prefix(chain[3:4])
+    flipped = serving.memory.read([block])[0] ^ 0x21
+    serving.memory.write(block, flipped.data)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    serving.submit([msgspec.structs.replace(prompt(number), params=params) for number in range(100, 110)])
+    serve(serving)
+    assert sum(spot_counts(serving)[1].values()) == 1
+    listed = re.search("([0-9]+) requests that found something are computed again: (.*)", caplog.text)
+    assert listed is not None
+    again = listed[2].split(", ")
+    assert (len(again), len(set(again))) == (int(listed[1]), int(listed[1]))
+    assert 0 < len(again) == serving.core.scheduler.counters().preemptions
+    (block,) = serving.pool.find_prefix(chain[3:4])
+    assert not (serving.memory.read([block])[0] == flipped).all(), "by now it was computed here"
+
+
+@pytest.mark.nightly
+def test_no_healthy_source_is_blamed_in_twenty_thousand_hits(instance: Instance) -> None:
+    serving = Serving(instance, How(cache=2048), check_interval=1)
+    hits = 0
+    try:
+        for seed in range(int(os.environ.get("LOCKSTEP_HITS", "400"))):
+            submits = requests(seed, count=50, vocab_size=VOCAB, longest=200, most=2, greedy=True)
+            serving.submit(submits)
+            serve(serving)
+            hits = sum(spot_counts(serving)[0].values())
+        assert sum(spot_counts(serving)[1].values()) == 0
+        assert hits > 2000
+    finally:
+        serving.mover.close()
