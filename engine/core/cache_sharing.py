@@ -156,7 +156,7 @@ class CacheSharing:
             self._scheduler.add(request)
 
     def forget_checks(self) -> None:
-        """Take requests of spot checks that are over from the scheduler, before they get a token."""
+        """End requests of finished spot checks, before they get a token."""
         checks = None if self.exchange is None else self.exchange.spot_checks
         for key in checks.take_over() if checks is not None else ():
             self._scheduler.abort(key)

@@ -76,7 +76,10 @@ class BlockExchange:
 
     @property
     def is_open(self) -> bool:
-        """Whether blocks are moved at all; not while the source of a wrong one is looked for."""
+        """Whether blocks are moved at all.
+
+        They are not while the source of a wrong one is looked for.
+        """
         is_looking = self.spot_checks is not None and self.spot_checks.is_looking
         return not self.sources.mover.has_ended and self._pool.is_caching and not is_looking
 

@@ -188,7 +188,7 @@ class Sources:
             del self._distrusted[next(iter(self._distrusted))]
 
     def blame(self, source: Source, names: Sequence[BlockHash]) -> None:
-        """Act on a wrong piece of a context, of which the source is known by now."""
+        """Act on a wrong cached piece, whose source is known by now."""
         if source:
             self.distrust(source, "a block of it is not what is computed here", is_wrong=True)
         else:

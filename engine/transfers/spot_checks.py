@@ -1,4 +1,4 @@
-"""Spot checks of the whole cache: one in so many pieces that requests find is computed again (pure).
+"""Spot checks of the cache: some pieces that requests find are computed again (pure).
 
 Wherever a piece came from (this instance, another one, a file, a dead instance's memory), it has one right
 content. A request of nobody computes it once more behind the cached ones before it, in a step that has room
@@ -32,7 +32,7 @@ OWN: Source = ""
 
 
 class Sample(NamedTuple):
-    """A piece that a request has found, and the context that it is the end of."""
+    """Context up to a piece that a request has found in the cache."""
 
     token_ids: list[int]
     salt: str
@@ -60,7 +60,10 @@ class SpotCheck:
     blocks: Sequence[Piece]
     """Cached blocks from there on."""
     boundary: Sequence[Piece]
-    """Cached boundary pieces at the context's end, or one that the first check has begun from."""
+    """Cached boundary pieces at the context's end.
+
+    In a second check those that the first one has begun from.
+    """
     is_second: bool = False
     """Whether a piece is known to be wrong, and its source is looked for."""
 
@@ -74,7 +77,7 @@ class Verdict:
     """Result of a spot check."""
 
     source: Source | None
-    """Source of the piece, where it is right or found to be wrong; None: that is looked for."""
+    """Source of the piece; None: it is wrong, and its source is looked for."""
     is_right: bool
     names: Sequence[BlockHash]
     """Chain of the context's blocks."""
@@ -101,7 +104,7 @@ class SpotChecks:
 
     @property
     def wants_step(self) -> bool:
-        """Whether there is a check to compute, in a step of its own if need be."""
+        """Whether a check is to be computed, if need be in a step of its own."""
         return bool(self._samples) or self._next is not None or self._running is not None
 
     @property
@@ -179,7 +182,7 @@ class SpotChecks:
     # ---- helpers
 
     def _sampled(self, names: Sequence[BlockHash]) -> int:
-        """Blocks of a context up to a piece that is chosen among all that were found.
+        """Blocks of a context up to a piece chosen among those found.
 
         The choice follows from the number of pieces so far. With boundary kinds it is a block behind which
         their pieces stand.

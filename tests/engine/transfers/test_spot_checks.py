@@ -1,4 +1,4 @@
-"""Spot checks of what requests find in the cache: wrong pieces are found, healthy sources are not blamed."""
+"""Spot checks of the cache: wrong pieces are found, healthy sources are not blamed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Instance:
 
 
 def prompt(number: int, salt: str = "") -> Submit:
-    """A prompt with 20 blocks that all of these share, and some tokens of its own."""
+    """A prompt: 20 blocks that all of these share, then tokens of its own."""
     shared = [5 + index * 7 % 280 for index in range(NUM_BLOCKS * 16)]
     own = [3 + number * 11 % 250, 4 + number % 200, 9]
     params = SamplingParams(max_tokens=3, temperature=0.0)
