@@ -104,7 +104,7 @@ class SpotChecks:
 
     @property
     def wants_step(self) -> bool:
-        """Whether a check is to be computed, if need be in a step of its own."""
+        """Whether a check is to be computed, if need be by itself."""
         return bool(self._samples) or self._next is not None or self._running is not None
 
     @property
