@@ -162,6 +162,10 @@ class Load(msgspec.Struct, frozen=True):
     """
     refused_peers: int = 0
     """Connections refused for want of the mesh's key."""
+    cache_checked: int = 0
+    """Cached pieces that were computed again and compared, since its start."""
+    cache_wrong: int = 0
+    """Those of them that differed."""
 
 
 # ---- to the coordinator
@@ -636,6 +640,8 @@ class LoadChange(msgspec.Struct, frozen=True, array_like=True):
     steps: int
     stalled_for: float
     refused_peers: int
+    cache_checked: int = 0
+    cache_wrong: int = 0
 
     @classmethod
     def of(cls, rank: int, load: Load) -> LoadChange:
@@ -650,6 +656,8 @@ class LoadChange(msgspec.Struct, frozen=True, array_like=True):
             load.steps,
             load.stalled_for,
             load.refused_peers,
+            load.cache_checked,
+            load.cache_wrong,
         )
 
     def load(self) -> Load:
@@ -663,6 +671,8 @@ class LoadChange(msgspec.Struct, frozen=True, array_like=True):
             self.steps,
             self.stalled_for,
             self.refused_peers,
+            self.cache_checked,
+            self.cache_wrong,
         )
 
 

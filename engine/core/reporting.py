@@ -48,7 +48,9 @@ class Reporting:
         queues, totals = self._scheduler.queues, self._scheduler.totals
         waiting_tokens, uncached_tokens = queues.num_tokens_ahead
         waiting = len(queues.waiting) + len(self._admission.grammars)
-        exchange = self._sharing.exchange
+        exchange, checked, wrong = self._sharing.exchange, 0, 0
+        if exchange is not None:
+            checked, wrong = exchange.num_checked
         if exchange is not None and (fetching := exchange.waiting):
             waiting += len(fetching)
             waiting_tokens += fetching.num_tokens
@@ -62,6 +64,8 @@ class Reporting:
             blocks_used=self._pool.num_used,
             generation_tokens=totals.generation_tokens,
             steps=totals.steps,
+            cache_checked=checked,
+            cache_wrong=wrong,
         )
 
     def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:

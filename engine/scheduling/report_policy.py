@@ -31,6 +31,9 @@ class LoadSnapshot(NamedTuple):
     generation_tokens: int
     """Counted since the start, like the next one."""
     steps: int
+    cache_checked: int = 0
+    """Cached pieces that were computed again and compared, since the start."""
+    cache_wrong: int = 0
 
 
 class ReportPolicy:

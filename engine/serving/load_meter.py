@@ -58,4 +58,6 @@ class LoadMeter:
             tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
             steps=snapshot.steps,
             stalled_for=now - max(self._stepped_at, self._rested_at) if busy else 0.0,
+            cache_checked=snapshot.cache_checked,
+            cache_wrong=snapshot.cache_wrong,
         )

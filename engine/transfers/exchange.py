@@ -88,6 +88,11 @@ class BlockExchange:
         """Whether no block is held for a transfer."""
         return self._loans.is_idle and not self._incoming
 
+    @property
+    def num_checked(self) -> tuple[int, int]:
+        """Cached pieces that were computed again and compared, and those that differed."""
+        return self._totals.num_checked
+
     def counters(self, prompt_tokens: int = 0) -> TransferCounters:
         """Totals so far; ``prompt_tokens`` are those that the scheduler has counted."""
         return self._totals.counters(prompt_tokens)

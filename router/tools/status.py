@@ -115,7 +115,8 @@ def as_table(view: View) -> Table:
     missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
     count = len(view.members)
     title = f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}"
-    table = Table(title=title, caption=_balance(view.balance) if view.balance is not None else None)
+    lines = [_balance(view.balance)] if view.balance is not None else []
+    table = Table(title=title, caption="\n".join([*lines, *_checks(view)]) or None)
     experts = ("experts",) if view.balance is not None else ()
     has_roles = any(member.role is not Role.MIXED for member in view.members)
     roles = ("role",) if has_roles else ()
@@ -151,6 +152,17 @@ def _balance(balance: ExpertBalance) -> str:
         ]
         parts.append(f"busiest: {', '.join(busiest)}")
     return "; ".join(parts)
+
+
+def _checks(view: View) -> list[str]:
+    """How much of the instances' caches was checked since they started, in one line; none if nothing."""
+    checked = sum(member.load.cache_checked for member in view.members)
+    wrong = sum(member.load.cache_wrong for member in view.members)
+    odd = sum(member.odd for member in view.members)
+    if not checked + wrong + odd:
+        return []
+    found = f"{wrong:,} wrong" + (": see these instances' logs" if wrong else "")
+    return [f"checked: {checked:,} cache pieces, {found}; {odd:,} answers odd in shadow checks"]
 
 
 def _row(member: Member, epoch: int, balance: ExpertBalance | None, *, has_roles: bool) -> list[str]:
