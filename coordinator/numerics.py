@@ -17,8 +17,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-NATIVE_KINDS = ("avx2", "avx512", "amx")
-"""Kinds of native kernels, the slowest first."""
+from parallel.kernel_kinds import KINDS, common_kind
+
+NATIVE_KINDS = tuple(KINDS)
+"""Kinds of native kernels."""
 TORCH = "torch"
 """Kind of kernels where torch's operators compute the model."""
 UNKNOWN = "unknown"
@@ -140,12 +142,11 @@ def is_invariant(fingerprint: str | None) -> bool:
 
 
 def slowest_kind(classes: Sequence[Numerics]) -> str | None:
-    """The slowest kind of native kernels of these classes, which all of them can use.
+    """The kind of native kernels that all instances of these classes can use.
 
-    None if one of them computes with others.
+    None if one of them computes with others, or if they have none in common.
     """
-    kinds = {kind for each in classes for kind in each.kernels.split("+")}
-    return next(kind for kind in NATIVE_KINDS if kind in kinds) if kinds <= set(NATIVE_KINDS) else None
+    return common_kind(kind for each in classes for kind in each.kernels.split("+"))
 
 
 def _numerics(

@@ -10,11 +10,12 @@ from engine.config import DeviceConfig, ModelConfig
 from engine.host.versions import versions
 from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, angles_follow_length, weight_format
+from parallel.kernel_kinds import KINDS, Kind
 
 
-def native_kind(device: DeviceConfig) -> library.Kind | None:
+def native_kind(device: DeviceConfig) -> Kind | None:
     """The kind of native kernels that ``--numerics`` names; None for any, or none."""
-    return device.numerics if device.numerics in library.KIND_FLAGS else None
+    return KINDS[device.numerics].name if device.numerics in KINDS else None
 
 
 def kind_problem(device: DeviceConfig) -> str | None:

@@ -10,50 +10,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+from parallel.kernel_kinds import ROWS, SWITCHES, CpuTarget
 
 DIRECTORY_VARIABLE = "LOCKSTEP_BUILT_KERNELS"
 """Environment variable: the directory of shared objects compiled before."""
 
 
-class CpuTarget(NamedTuple):
-    """CPU target of precompiled kernels: compiler options and required CPU features."""
-
-    name: str
-    options: tuple[str, ...]
-    """Options of the compiler, in place of ``-march=native``."""
-    needs: frozenset[str]
-    """Features of the CPU, as Linux names them."""
-
-
-AVX2_NEEDS = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
-AVX512_NEEDS = AVX2_NEEDS | {
-    *("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
-}
-VBMI_NEEDS = AVX512_NEEDS | {"avx512vbmi", "avx512_vbmi2"}
-AMX_NEEDS = VBMI_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"}
-
-AVX512_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-VBMI_OPTIONS = (*AVX512_OPTIONS, "-mavx512vbmi", "-mavx512vbmi2")
-
-TARGETS = (
-    CpuTarget("amx", (*VBMI_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), AMX_NEEDS),
-    CpuTarget("avx512vbmi", VBMI_OPTIONS, VBMI_NEEDS),
-    CpuTarget("avx512", AVX512_OPTIONS, AVX512_NEEDS),
-    CpuTarget("avx2", ("-march=x86-64-v3",), AVX2_NEEDS),
-)
+TARGETS = tuple(target for kind in ROWS for target in kind.targets)
 """Targets from best to most basic; a CPU takes the first that it supports."""
 
 
 def split_flags(flags: Iterable[str]) -> tuple[list[str], frozenset[str]]:
-    """Options for the compiler, and features of the CPU that ``-mno-...`` options turn off."""
-    kept, off = [], set()
-    for flag in flags:
-        if flag.startswith("-mno-"):
-            off.add(flag.removeprefix("-mno-").replace("-", "_"))
-        else:
-            kept.append(flag)
-    return kept, frozenset(off)
+    """Options for the compiler, and features of the CPU that :data:`SWITCHES` among them turn off."""
+    given = list(flags)
+    off = frozenset(feature for feature, option in SWITCHES.items() if option in given)
+    return [flag for flag in given if flag not in SWITCHES.values()], off
 
 
 def target_for(features: frozenset[str], flags: Iterable[str]) -> CpuTarget | None:

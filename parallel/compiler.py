@@ -26,8 +26,9 @@ from functools import cache
 from pathlib import Path
 
 from parallel import built_kernels
-from parallel.built_kernels import DIRECTORY_VARIABLE, CpuTarget
+from parallel.built_kernels import DIRECTORY_VARIABLE
 from parallel.caches import is_trusted, own_directory
+from parallel.kernel_kinds import CpuTarget
 
 logger = logging.getLogger(__name__)
 

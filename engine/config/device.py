@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from coordinator.settings.flags import Bytes, Count, Natural, flag
 from engine.config.expert_balancing import EplbConfig, read_config
+from parallel.kernel_kinds import ROWS, Kind
 from parallel.links.transports import MeshTransport
 from parallel.pipeline_parallel import parse_split
 
@@ -138,10 +139,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     numerics: Annotated[
-        Literal["auto", "amx", "avx512", "avx2", "torch"],
+        Literal["auto", Kind, "torch"],
         flag(
-            help="Kernels that compute the model: native ones for AMX, AVX-512 or AVX2, or torch's own. "
-            "Instances with the same ones give the same bits; auto: the fastest that this CPU has."
+            help=f"Kernels that compute the model: native ones for {', '.join(row.title for row in ROWS)}, "
+            "or torch's own. Instances with the same ones give the same bits; auto: the fastest that this "
+            "CPU has."
         ),
     ] = "auto"
     batch_invariant: Annotated[

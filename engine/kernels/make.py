@@ -41,6 +41,7 @@ from engine.pieces.kinds import BoundaryKind
 from engine.states.grid import NATIVE_GRID
 from engine.states.held import StateRows
 from parallel.communicators.base import CollectiveError
+from parallel.kernel_kinds import KINDS
 from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
@@ -168,15 +169,15 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     if model.experts is not None:
         program.spread()
     _let_go(model, proven.decoder)
-    tiles = {"amx": ", with AMX", "avx2": ", with AVX2", "avx512": ""}[program.kind]
+    said = f", with {KINDS[program.kind].title}"
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
-        tiles += f", weights compressed by {100 * share:.0f} %"
+        said += f", weights compressed by {100 * share:.0f} %"
     if codes := program.quantized_bytes:
-        tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are packed"
+        said += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are packed"
     if program.half_bytes:
-        tiles += ", weights in float16"
-    logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
+        said += ", weights in float16"
+    logger.info("native kernels: on%s (prepared in %.1f s)", said, time.monotonic() - began)
     return program
 
 

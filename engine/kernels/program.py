@@ -19,7 +19,7 @@ from engine.kernels.cache.native_cache import NativeCache, NativePlan
 from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.core import operations
-from engine.kernels.core.library import KernelLibrary, Kind
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import OperationKind, StepArguments
 from engine.kernels.decode_continuation import DecodeContinuation
 from engine.kernels.decoder import DecoderModel
@@ -39,6 +39,7 @@ from engine.states.held import StateRows
 from engine.states.pool import Zeros, own_zeros
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import ExpertParallel
+from parallel.kernel_kinds import Kind
 from parallel.parts import is_order_fixed
 from parallel.placement import Placement
 from parallel.tensor_parallel import TensorRank

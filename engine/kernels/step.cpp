@@ -82,7 +82,7 @@ int64_t lockstep_run(const void* operations, int64_t count, const void* step, in
 int64_t lockstep_operation_bytes() { return sizeof(Operation); }
 int64_t lockstep_step_bytes() { return sizeof(Step); }
 const char* lockstep_operation_names() { return NAMES; }
-int64_t lockstep_has_avx512() { return LOCKSTEP_AVX512; }
+const char* lockstep_vectors() { return LOCKSTEP_VECTORS; }
 const char* lockstep_compiler() { return __VERSION__; }
 // Whether products use AMX: asks for it, or switches it off.
 int64_t lockstep_use_tiles(int64_t wanted) { return tiles_allowed = wanted != 0 && ask_for_tiles(); }

@@ -51,6 +51,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
 from examples.benchmarks.bench_lockstep import print_table
+from parallel.kernel_kinds import KINDS
 from router.tools.bench.report import machine
 
 CONTEXT = 160
@@ -282,10 +283,8 @@ def main() -> None:
         stored.fill_(0.5)  # memory that nobody has written is one page of zeros, read from the first cache
     program.use(cache)
     reach = limits(dtype, model.weight_bytes)
-    tiles = "AVX-512" if kernels.has_avx512 else "AVX2"
-    if kernels.has_tiles and dtype == torch.bfloat16:
-        tiles = "AMX"
-    print(f"{args.model.name}, {args.dtype}, {args.threads} thread(s), {tiles}; {machine()}")
+    title = KINDS[kernels.kind(bfloat16=dtype == torch.bfloat16)].title
+    print(f"{args.model.name}, {args.dtype}, {args.threads} thread(s), {title}; {machine()}")
     memory, cached, matrix = (value / 1e9 for value in reach.values())
     print(f"Memory {memory:.1f} GB/s (a block of the model's size: {cached:.1f}), ", end="")
     print(f"products {matrix:.0f} GFLOP/s\n")

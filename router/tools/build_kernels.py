@@ -27,7 +27,7 @@ class BuildKernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         str, flag(positional=True, path=True, help="Directory to fill, made if it is not there.")
     ] = "kernels"
     target: Annotated[
-        tuple[str, ...], flag(help="Kinds of CPUs to compile for: amx, avx512vbmi, avx512, avx2.")
+        tuple[str, ...], flag(help=f"Kinds of CPUs to compile for: {', '.join(TARGET_NAMES)}.")
     ] = TARGET_NAMES
     jobs: Annotated[int, Meta(ge=1), flag(help="Compilers that run at once.")] = 2
 

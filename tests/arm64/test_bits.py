@@ -11,6 +11,7 @@ import pytest
 
 from engine.kernels.core import library
 from parallel import compiler
+from parallel.kernel_kinds import KINDS
 
 CROSS, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ROOT = Path("/usr/aarch64-linux-gnu")
@@ -22,7 +23,7 @@ pytestmark = [
         not all(map(shutil.which, (CROSS, QEMU, "g++"))), reason=f"no g++, {CROSS} or {QEMU} (qemu-user) here"
     ),
     pytest.mark.skipif(
-        not library.KIND_FLAGS["avx2"] <= compiler.cpu_flags(), reason="this CPU has no AVX2 to compare with"
+        not KINDS["avx2"].needs <= compiler.cpu_flags(), reason="this CPU has no AVX2 to compare with"
     ),
     pytest.mark.timeout(600),  # two compilations of a minute each, on a busy machine of few cores
 ]

@@ -24,11 +24,12 @@ from engine.sampling import SamplingParams
 from engine.settings import resolve
 from engine.step import Admit, Step
 from parallel import compiler
+from parallel.kernel_kinds import KINDS, Kind
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 from tests.engine.native_families import make_family
 from tests.engine.tiny_models import make_tiny_model
 
-HERE = [kind for kind in library.KIND_FLAGS if library.why_not(kind) is None and library.load() is not None]
+HERE = [kind for kind in KINDS if library.why_not(kind) is None and library.load() is not None]
 """Kinds of kernels that this machine has."""
 OLD = frozenset({"sse4_2", "avx", "avx2", "fma"})
 
@@ -126,7 +127,7 @@ def test_the_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", HERE)
-def test_the_kernels_that_are_asked_for_compute(kind: library.Kind, directory: Path) -> None:
+def test_the_kernels_that_are_asked_for_compute(kind: Kind, directory: Path) -> None:
     (found,) = loaded(engine(directory, numerics=kind)).arithmetic()
     assert (found.kernels, found.attention) == (kind, "native")
 
@@ -275,5 +276,5 @@ def test_the_version_of_the_kernels_is_that_of_their_sources(
     changed.write_text("// another sum\n")
     source = library.SOURCE
     monkeypatch.setattr(library, "SOURCE", replace(source, headers=(*source.headers, changed)))
-    again = library.opened(avx2=not kernels.has_avx512)
+    again = library.opened(kernels.kind(bfloat16=False))
     assert again.version != kernels.version

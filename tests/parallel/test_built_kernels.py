@@ -10,31 +10,23 @@ from pathlib import Path
 import pytest
 
 from parallel import compiler
-from parallel.built_kernels import (
-    AMX_NEEDS,
-    AVX2_NEEDS,
-    AVX512_NEEDS,
-    DIRECTORY_VARIABLE,
-    TARGETS,
-    VBMI_NEEDS,
-    file_name,
-    target_for,
-)
+from parallel.built_kernels import DIRECTORY_VARIABLE, TARGETS, file_name, target_for
 from router.tools.build_kernels import main
 
+NEEDS = {target.name: target.needs for target in TARGETS}
 AVX2_ONLY = ["-fopenmp", "-mno-avx512f", "-mno-amx-tile", "-mno-amx-bf16"]
 
 
 @pytest.mark.parametrize(
     ("features", "flags", "name"),
     [
-        (AMX_NEEDS, [], "amx"),
-        (VBMI_NEEDS, [], "avx512vbmi"),
-        (AVX512_NEEDS, [], "avx512"),
-        (AVX2_NEEDS, [], "avx2"),
-        (AVX512_NEEDS - {"avx512_bf16"}, [], "avx2"),
-        (AMX_NEEDS, AVX2_ONLY, "avx2"),
-        (AVX2_NEEDS - {"fma"}, [], None),
+        (NEEDS["amx"], [], "amx"),
+        (NEEDS["avx512vbmi"], [], "avx512vbmi"),
+        (NEEDS["avx512"], [], "avx512"),
+        (NEEDS["avx2"], [], "avx2"),
+        (NEEDS["avx512"] - {"avx512_bf16"}, [], "avx2"),
+        (NEEDS["amx"], AVX2_ONLY, "avx2"),
+        (NEEDS["avx2"] - {"fma"}, [], None),
     ],
 )
 def test_a_cpu_takes_the_best_target_that_it_can_run(

@@ -7,35 +7,21 @@ None, and the model runs on torch's own operators.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from parallel import compiler
+from parallel.kernel_kinds import AVX2_NEEDS, KINDS, ROWS, Kind, architecture, usable
 from parallel.native_source import NativeLibrary, NativeSource
 
-KERNELS = Path(__file__).parents[1]
-NEEDED_FLAGS = {"avx2", "fma"}
-AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
-OFF = "LOCKSTEP_NATIVE_KERNELS"
-"""Environment variable: 0 turns native kernels off, avx512 turns AMX off, avx2 both."""
-BEYOND_AVX2 = {
-    "avx512f": "-mno-avx512f",
-    "amx_tile": "-mno-amx-tile",
-    "amx_bf16": "-mno-amx-bf16",
-    "amx_int8": "-mno-amx-int8",
-}
-"""CPU features beyond AVX2, and the compiler option that avoids each."""
+logger = logging.getLogger(__name__)
 
-Kind = Literal["amx", "avx512", "avx2"]
-KIND_FLAGS: dict[Kind, set[str]] = {
-    "avx2": NEEDED_FLAGS,
-    "avx512": NEEDED_FLAGS | AVX512_FLAGS,
-    "amx": NEEDED_FLAGS | AVX512_FLAGS | {"amx_tile", "amx_bf16", "amx_int8"},
-}
-"""Features of the CPU that each kind of kernels needs, as Linux names them."""
+KERNELS = Path(__file__).parents[1]
+OFF = "LOCKSTEP_NATIVE_KERNELS"
+"""Environment variable: a kind of kernels, or 0 for torch's operators."""
 
 SOURCE = NativeSource(
     path=KERNELS / "step.cpp",
@@ -48,7 +34,7 @@ SOURCE = NativeSource(
         *(("-mprefer-vector-width=512",) if compiler.is_x86() else ()),
         *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
     ),
-    needs=frozenset(NEEDED_FLAGS),
+    needs=next((row.needs for row in ROWS[::-1] if row.architecture == architecture()), AVX2_NEEDS),
     off=OFF,
     absent="native kernels: off,",
     instead="; steps run on torch's own operators",
@@ -60,12 +46,13 @@ class KernelLibrary:
 
     def __init__(self, opened: NativeLibrary) -> None:
         self.call, self.text, self.check_bytes = opened.call, opened.text, opened.check_bytes
-        self.has_avx512 = bool(self.call("has_avx512"))
-        """Whether vectors are those of AVX-512, which multiplies bfloat16, or of AVX2."""
+        self._without_tiles = KINDS[self.text("vectors")]
+        self.has_avx512 = self._without_tiles.name == "avx512"
+        """Whether vectors are those of AVX-512, which multiplies bfloat16."""
         self.compresses = bool(self.call("can_compress"))
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
-        self.use_tiles(_asked() not in ("avx512", "avx2"))
+        self.use_tiles(_asked() not in KINDS or _asked() == "amx")
         self.key = f"{opened.path.stem} {self.has_tiles}"
         """Name of source and CPU kind: instances with equal keys compute equal bits."""
         self.version = _version(self.text("compiler").encode())
@@ -76,9 +63,7 @@ class KernelLibrary:
 
     def kind(self, *, bfloat16: bool) -> Kind:
         """The kind of kernels that compute in a data type: AMX multiplies bfloat16 only."""
-        if not self.has_avx512:
-            return "avx2"
-        return "amx" if self.has_tiles and bfloat16 else "avx512"
+        return "amx" if self.has_tiles and bfloat16 else self._without_tiles.name
 
     def use_tiles(self, wanted: bool) -> None:
         """Switch products of bfloat16 to AMX, where the CPU has it, or away from it.
@@ -104,10 +89,10 @@ def choose(kind: Kind | None) -> None:
 def why_not(kind: Kind) -> str | None:
     """Reason why this CPU cannot run kernels of a kind; None if it can."""
     flags = compiler.cpu_flags()
-    missing = KIND_FLAGS[kind] - flags
+    missing = KINDS[kind].needs - flags
     if not missing:
         return None
-    able = [each for each, needed in KIND_FLAGS.items() if needed <= flags]
+    able = [row.name for row in ROWS if row.needs <= flags]
     return f"this CPU lacks {', '.join(sorted(missing))}: use {', '.join([*able, 'torch'])} or auto"
 
 
@@ -148,16 +133,16 @@ def loaded() -> KernelLibrary | None:
     return _loaded
 
 
-def opened(*, avx2: bool = False) -> KernelLibrary:
-    """Load the kernels for this CPU, or for AVX2 alone; raises as :meth:`NativeSource.open` does."""
-    return KernelLibrary(SOURCE.open(*avx2_flags() if avx2 else ()))
-
-
-def avx2_flags() -> list[str]:
-    """Options of the compiler that turn off what this CPU has beyond AVX2."""
-    return [option for flag, option in BEYOND_AVX2.items() if flag in compiler.cpu_flags()]
+def opened(kind: Kind | None = None) -> KernelLibrary:
+    """The kernels of a kind, or of the fastest; raises as :meth:`NativeSource.open` does."""
+    return KernelLibrary(SOURCE.open(*([] if kind is None else KINDS[kind].options(compiler.cpu_flags()))))
 
 
 @cache
 def _load(asked: str) -> KernelLibrary | None:
-    return SOURCE.load(KernelLibrary, *avx2_flags() if asked == "avx2" else (), asked=asked)
+    able = [row.name for row in ROWS if row.architecture == architecture()]
+    if asked not in ("", "0", *able):
+        logger.warning("%s=%s is not known here: there are %s, and 0 for none", OFF, asked, ", ".join(able))
+    kind = usable(asked, compiler.cpu_flags())
+    options = [] if kind is None else kind.options(compiler.cpu_flags())
+    return SOURCE.load(KernelLibrary, *options, asked=asked)

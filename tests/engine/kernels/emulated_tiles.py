@@ -17,9 +17,10 @@ from unittest import mock
 
 from engine.kernels.core import library
 from parallel import compiler
+from parallel.kernel_kinds import KINDS
 
 HEADER = Path(__file__).with_suffix(".hpp")
-ABLE = library.KIND_FLAGS["avx512"] <= compiler.cpu_flags() and shutil.which("g++") is not None
+ABLE = KINDS["avx512"].needs <= compiler.cpu_flags() and shutil.which("g++") is not None
 """Whether this machine can run them: vectors are those of AVX-512."""
 
 
@@ -38,7 +39,7 @@ def emulated_tiles() -> Iterator[library.KernelLibrary]:
 
     Meanwhile they are the ones that :func:`library.load` returns, and the CPU's features include AMX.
     """
-    features = compiler.cpu_flags() | library.KIND_FLAGS["amx"]
+    features = compiler.cpu_flags() | KINDS["amx"].needs
     with (
         mock.patch.dict(os.environ, {"CXX": command()}),
         mock.patch.object(compiler, "cpu_flags", return_value=features),

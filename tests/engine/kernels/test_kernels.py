@@ -357,7 +357,7 @@ def test_the_kernels_for_avx2_compute_the_same(tmp_path: Path, dtype: torch.dtyp
     """On a CPU that has more; elsewhere these are the kernels."""
     directory = make_tiny_model(tmp_path, "qwen3_moe")
     model = load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
-    narrow = library.opened(avx2=True)
+    narrow = library.opened("avx2")
     assert not narrow.has_avx512
     narrow.use_tiles(True)
     assert not narrow.has_tiles

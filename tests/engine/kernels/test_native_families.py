@@ -268,7 +268,7 @@ def test_weights_in_float16_are_kept_and_give_the_bits_of_float32(
     avx2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For one row and for many, in dense layers and experts."""
-    kernels = library.opened(avx2=True) if avx2 else library.load()
+    kernels = library.opened("avx2") if avx2 else library.load()
     directory = make_tiny_model(tmp_path, "qwen3_moe", dtype=torch.float16, moe_intermediate_size=64)
     found, sizes = [], []
     for are_kept in (True, False):
@@ -288,7 +288,7 @@ def test_weights_in_float16_are_kept_and_give_the_bits_of_float32(
 def test_the_kernels_for_avx2_know_all_operations(
     directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    narrow = library.opened(avx2=True)
+    narrow = library.opened("avx2")
     monkeypatch.setattr(library, "load", lambda: narrow)
     for family in DENSE if NIGHTLY else [*EACH_PUSH, "starcoder2", "arcee", "apertus"]:
         for dtype in (torch.float32, torch.bfloat16):

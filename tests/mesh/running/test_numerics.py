@@ -20,12 +20,13 @@ import pytest
 from coordinator.process.process import EXIT_REFUSED, EXIT_USAGE
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
+from parallel.kernel_kinds import KINDS
 from tests.mesh.harness import Ports, serve, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--no-enable-expert-parallel"]
-LACKING = [kind for kind in library.KIND_FLAGS if library.why_not(kind) is not None]
+LACKING = [kind for kind in KINDS if library.why_not(kind) is not None]
 
 OTHER = "torch" if library.why_not("avx512") else "avx512"
 """Kernels of another class than avx2; torch's operators where the CPU has no AVX-512."""

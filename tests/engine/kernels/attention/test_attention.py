@@ -106,7 +106,7 @@ def kernels_of(kind: str) -> KernelLibrary:
     if kind == "amx":
         with emulated_tiles() as found:
             return found
-    kernels = library.load() if kind == "best" else library.opened(avx2=True)
+    kernels = library.load() if kind == "best" else library.opened("avx2")
     assert kernels is not None
     return kernels
 

@@ -12,6 +12,7 @@ import pytest
 
 from engine.kernels.core import library
 from parallel import compiler
+from parallel.kernel_kinds import KINDS
 
 KERNELS = library.load()
 AVX512 = KERNELS is not None and KERNELS.has_avx512
@@ -88,7 +89,7 @@ def test_codes_go_from_their_widening_right_into_dot_products() -> None:
 
 
 def test_kernels_for_avx2_have_nothing_beyond_it() -> None:
-    path = library.SOURCE.compiled(*library.avx2_flags())
+    path = library.SOURCE.compiled(*KINDS["avx2"].options(compiler.cpu_flags()))
     for (kind, rows, panels), lines in named(path, PANELS).items():
         least = int(rows) * int(panels)
         if kind == "Bytes":
@@ -104,5 +105,5 @@ def test_tiles_are_multiplied_where_the_machine_has_them() -> None:
     used = {
         line.split(None, 1)[0] for lines in functions(library.SOURCE.compiled()).values() for line in lines
     }
-    has_tiles = library.KIND_FLAGS["amx"] <= compiler.cpu_flags()
+    has_tiles = KINDS["amx"].needs <= compiler.cpu_flags()
     assert TILES & used == (TILES if has_tiles else set())

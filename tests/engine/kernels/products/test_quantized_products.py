@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
     """With AMX, emulated where the CPU has none, and without; and those for AVX2."""
     assert KERNELS is not None
     if request.param == "avx2":
-        yield library.opened(avx2=True)
+        yield library.opened("avx2")
         return
     had = KERNELS.has_tiles
     if request.param == "tiles" and not had:

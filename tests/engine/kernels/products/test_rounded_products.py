@@ -36,7 +36,7 @@ WHOLE = Rounding(scale=1.0)
 
 @cache
 def for_avx2() -> library.KernelLibrary:
-    return library.opened(avx2=True)
+    return library.opened("avx2")
 
 
 @pytest.fixture(params=["tiles", "vectors", "avx2"])

@@ -1,0 +1,141 @@
+"""Kinds of native kernels, one row each, and the CPU targets that they are compiled for ahead (pure).
+
+A new kind is a row here, and a header of vectors that ``engine/kernels/core/vectors.hpp`` includes where the
+compiler has its instructions. All else takes names, features and options from the rows.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+Kind = Literal["amx", "avx512", "avx2"]
+"""Name of a kind of native kernels."""
+Architecture = Literal["x86_64", "aarch64"]
+ARCHITECTURES: dict[str, Architecture] = {
+    "x86_64": "x86_64",
+    "AMD64": "x86_64",
+    "aarch64": "aarch64",
+    "arm64": "aarch64",
+}
+"""Architectures that have kernels, by the names that systems give the machine."""
+
+SWITCHES = {
+    "avx512f": "-mno-avx512f",
+    "amx_tile": "-mno-amx-tile",
+    "amx_bf16": "-mno-amx-bf16",
+    "amx_int8": "-mno-amx-int8",
+}
+"""Compiler options that avoid a feature of the CPU which ``-march=native`` would use."""
+AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+BEYOND_AVX2 = AMX | {"avx512f"}
+"""Features that kernels for AVX2 must not use."""
+
+AVX2_NEEDS = frozenset({"avx2", "fma"})
+AVX512_NEEDS = AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
+AVX2_TARGET = AVX2_NEEDS | {"bmi1", "bmi2", "f16c", "movbe", "abm"}
+AVX512_TARGET = AVX2_TARGET | AVX512_NEEDS | {"avx512cd"}
+VBMI_TARGET = AVX512_TARGET | {"avx512vbmi", "avx512_vbmi2"}
+AVX512_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+VBMI_OPTIONS = (*AVX512_OPTIONS, "-mavx512vbmi", "-mavx512vbmi2")
+
+
+class CpuTarget(NamedTuple):
+    """CPU target of precompiled kernels: compiler options and required CPU features."""
+
+    name: str
+    options: tuple[str, ...]
+    """Options of the compiler, in place of ``-march=native``."""
+    needs: frozenset[str]
+    """Features of the CPU, as Linux names them."""
+
+
+class KernelKind(NamedTuple):
+    """Kind of native kernels."""
+
+    name: Kind
+    title: str
+    """Name in logs."""
+    architecture: Architecture
+    needs: frozenset[str]
+    """Features of the CPU, as Linux names them."""
+    header: str
+    """Header of its vectors, in ``engine/kernels/core``."""
+    fallback: Kind | None
+    """Kind for CPUs that lack a feature, and for data types that this kind does not multiply."""
+    targets: tuple[CpuTarget, ...]
+    """What ``lockstep kernels`` compiles for it, best first."""
+    avoids: frozenset[str] = frozenset()
+    """Features that the compiler must not use, because another kind has them."""
+
+    def options(self, features: frozenset[str]) -> list[str]:
+        """Compiler options beside ``-march=native`` on a CPU with these features."""
+        return [SWITCHES[feature] for feature in sorted(self.avoids & features)]
+
+
+ROWS = (
+    KernelKind(
+        name="amx",
+        title="AMX",
+        architecture="x86_64",
+        needs=AVX512_NEEDS | AMX,
+        header="vectors_avx512.hpp",
+        fallback="avx512",
+        targets=(
+            CpuTarget("amx", (*VBMI_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), VBMI_TARGET | AMX),
+        ),
+    ),
+    KernelKind(
+        name="avx512",
+        title="AVX-512",
+        architecture="x86_64",
+        needs=AVX512_NEEDS,
+        header="vectors_avx512.hpp",
+        fallback="avx2",
+        targets=(
+            CpuTarget("avx512vbmi", VBMI_OPTIONS, VBMI_TARGET),
+            CpuTarget("avx512", AVX512_OPTIONS, AVX512_TARGET),
+        ),
+    ),
+    KernelKind(
+        name="avx2",
+        title="AVX2",
+        architecture="x86_64",
+        needs=AVX2_NEEDS,
+        header="vectors_avx2.hpp",
+        fallback=None,
+        targets=(CpuTarget("avx2", ("-march=x86-64-v3",), AVX2_TARGET),),
+        avoids=BEYOND_AVX2,
+    ),
+)
+KINDS: dict[str, KernelKind] = {row.name: row for row in ROWS}
+"""Kinds by name; those of an architecture from the fastest to the one that all its CPUs have."""
+
+
+def architecture() -> Architecture | None:
+    """Architecture of this machine; None if it has no kernels."""
+    return ARCHITECTURES.get(platform.machine())
+
+
+def usable(asked: str, features: frozenset[str]) -> KernelKind | None:
+    """The kind that stands in for a kind on a CPU with these features: itself, or what it falls back to."""
+    kind = KINDS.get(asked)
+    while kind is not None and not kind.needs <= features:
+        kind = None if kind.fallback is None else KINDS[kind.fallback]
+    return kind
+
+
+def _with_fallbacks(name: str) -> list[str]:
+    kind = KINDS.get(name)
+    found: list[str] = []
+    while kind is not None:
+        found.append(kind.name)
+        kind = None if kind.fallback is None else KINDS[kind.fallback]
+    return found
+
+
+def common_kind(names: Iterable[str]) -> str | None:
+    """The fastest kind that CPUs with kernels of all these kinds have; None if there is none."""
+    first, *others = (_with_fallbacks(name) for name in names)
+    return next((name for name in first if all(name in found for found in others)), None)
