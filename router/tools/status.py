@@ -155,7 +155,7 @@ def _balance(balance: ExpertBalance) -> str:
 
 
 def _checks(view: View) -> list[str]:
-    """How much of the instances' caches was checked since they started, in one line; none if nothing."""
+    """Line on checks of the instances' caches since their start, if any."""
     checked = sum(member.load.cache_checked for member in view.members)
     wrong = sum(member.load.cache_wrong for member in view.members)
     odd = sum(member.odd for member in view.members)
