@@ -158,11 +158,10 @@ def _checks(view: View) -> list[str]:
     """Line on checks of the instances' caches since their start, if any."""
     checked = sum(member.load.cache_checked for member in view.members)
     wrong = sum(member.load.cache_wrong for member in view.members)
-    odd = sum(member.odd for member in view.members)
-    if not checked + wrong + odd:
+    if not checked + wrong:
         return []
     found = f"{wrong:,} wrong" + (": see these instances' logs" if wrong else "")
-    return [f"checked: {checked:,} cache pieces, {found}; {odd:,} answers odd in shadow checks"]
+    return [f"checked: {checked:,} cache pieces, {found}"]
 
 
 def _row(member: Member, epoch: int, balance: ExpertBalance | None, *, has_roles: bool) -> list[str]:
