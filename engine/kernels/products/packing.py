@@ -60,24 +60,27 @@ class Packer:
         The outputs of all but the last one must fill whole panels. A parameter that knows its codes is kept
         as these. ``parts``: of the inputs, which are added up by themselves.
         """
-        return self._keep(quantized([weights], multiple, self._arena, parts)) or self._lay(
+        return self._keep(self._codes([weights], multiple, parts)) or self._lay(
             _stacked([weight.data for weight in weights], multiple)
         )
 
     def gate_and_up(self, gate: torch.Tensor, up: torch.Tensor) -> PackedWeights:
         """[..., width, inputs] of both -> gate's panels, then up's."""
-        return self._keep(quantized([[gate], [up]], LANES, self._arena)) or self._lay(
-            [_turned(gate.data), _turned(up.data)]
-        )
+        return self._keep(self._codes([[gate], [up]])) or self._lay([_turned(gate.data), _turned(up.data)])
 
     def gate_up_stack(self, gate_up: torch.Tensor) -> PackedWeights:
         """[experts, 2 * width, inputs], gate first -> of each expert gate's panels, then up's."""
         if gate_up.shape[-2] % (2 * LANES) == 0:
-            laid = self._keep(quantized([[gate_up]], LANES, self._arena))
+            laid = self._keep(self._codes([[gate_up]]))
             if laid is not None:
                 return laid
         gate, up = gate_up.data.chunk(2, dim=-2)
         return self._lay([_turned(gate), _turned(up)])
+
+    def _codes(
+        self, rows: Sequence[Sequence[torch.Tensor]], multiple: int = LANES, parts: int = 1
+    ) -> QuantizedPanels | EightBitPanels | None:
+        return quantized(rows, multiple, self._arena, parts, has_pairs=self._library.has_avx512)
 
     def _keep(self, laid: QuantizedPanels | EightBitPanels | None) -> PackedWeights | None:
         if laid is not None:

@@ -14,10 +14,12 @@
 
 #include <algorithm>
 #include <array>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "activations.hpp"
+#include "coded_rows.hpp"
 #include "../core/numbers.hpp"
 #include "quantized.hpp"
 #include "wanted.hpp"
@@ -126,12 +128,6 @@ void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, 
 constexpr int MOST_CODED_ROWS = 8;  // that are multiplied while codes are widened: sums, scales and codes fill the registers
 
 #if LOCKSTEP_AVX512
-
-// body(0), body(1) ... of so many, each a constant: what they index stays in registers, which of long loops it may not.
-template <class Body, int... NUMBERS>
-inline void for_each_of(std::integer_sequence<int, NUMBERS...>, Body body) { (body(std::integral_constant<int, NUMBERS>()), ...); }
-template <int COUNT, class Body>
-inline void for_each_of(Body body) { for_each_of(std::make_integer_sequence<int, COUNT>(), body); }
 
 // The products of rows with `steps` words of two panels of codes, from word `begin` on; each line of words goes from the codes
 // right into the products. Asks for the same lines of the panels that come next. KEEPS: all words are also left in `keep`, a's and
@@ -516,6 +512,38 @@ class Products {
         return rows;
     }
 
+#if !LOCKSTEP_AVX512
+    // Rows with two panels of codes. Of more than a few, blocks of them go through codes one after the other.
+    void multiply_coded_panels(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag) {
+        const Quantized& codes = *now.a.quantized;
+        const char* inputs = reinterpret_cast<const char*>(in);
+        int64_t pitch = pitch_in(k) * int64_t(sizeof(E));
+        if constexpr (widens<T>()) {
+            inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows, pitch_in(k)));
+            pitch = widened_pitch<T>(k) * int64_t(sizeof(float));
+        }
+        const int64_t some = k / parts;
+        const bool by_lines = CAN_MULTIPLY_CODES && codes.arithmetic != ANY && some % (32 / codes.bits) == 0;
+        float* floats = by_lines ? nullptr : reinterpret_cast<float*>(scratch(2 * k * LANES));
+        if (!by_lines)
+            for (const auto& [panel, next, side] : {std::tuple(&now.a, &then.a, 0), std::tuple(&now.b, &then.b, 1)})
+                widen<InPanels<T>>(codes, panel->number, k, reinterpret_cast<uint32_t*>(floats + side * k * LANES), next->bytes(0));
+        alignas(32) Floats sum[MOST_PARTS][WIDENED_ROWS][2];
+        for (int64_t begin = 0, count; begin < rows; begin += count) {
+            count = std::min(WIDENED_ROWS, rows - begin);
+            for (int64_t part = 0; part < parts; ++part)
+                if (by_lines) multiply_coded_rows(codes, now, then, {part * some, some, k}, inputs + begin * pitch, pitch, count, sum[part]);
+                else multiply_float_rows(floats, {part * some, some, k}, inputs + begin * pitch, pitch, count, sum[part]);
+            for (int64_t row = 0; row < count; ++row) {
+                auto total = [&](int panel) {
+                    return sum_of_neighbours(parts, [&](int64_t part) { return sum[part][row][panel]; });
+                };
+                body(tag, begin + row, total(0), total(1));
+            }
+        }
+    }
+#endif
+
    public:
     // of_parts: the inputs are these many equal parts, a power of two; each is added up by itself, then neighbours are added.
     // of_width: numbers of a row of which the inputs are part, 0 if they are all.
@@ -528,6 +556,7 @@ class Products {
         int64_t steps = k / T::PACK;
         auto& [a, b] = now;
         int64_t done = 0;  // rows
+#if LOCKSTEP_AVX512
         if (a.quantized != nullptr) {
             if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(*a.quantized, steps))
                 return void(multiply_few(in, k, rows, now, then, tag, nullptr));
@@ -536,6 +565,10 @@ class Products {
             a = {words}, b = {words + steps * LANES};
             then = now, cold = false;  // the next codes were asked for
         }
+#else
+        if constexpr (T::PACK <= 2)
+            if (a.quantized != nullptr) return multiply_coded_panels(in, k, rows, now, then, tag);
+#endif
         if (use_tiles<T>() && are_whole_tiles<T>(k, parts)) {
             if (keep != nullptr) a.words = keep, b.words = keep + steps * LANES;  // for those after the first
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
@@ -633,7 +666,7 @@ inline void row_blocks(int64_t k, int64_t rows, Body body) {
 // Room for what `pairs` pairs of panels are widened to, if more rows than one pass takes will see them.
 template <class T>
 uint32_t* room_for(const Weights& weights, int64_t k, int64_t rows, int64_t pairs) {
-    return (weights.compressed() || weights.quantized()) && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
+    return LOCKSTEP_AVX512 && (weights.compressed() || weights.quantized()) && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
 }
 
 // Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up), or with another activation.

@@ -10,7 +10,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "compressed.hpp"
 #include "../core/numbers.hpp"
@@ -28,7 +31,9 @@ struct Quantized {
     int64_t is_float;        // codes are floats, zeros null: FloatsOfEightBits, whose scales are FLOAT8 times as large, or FloatsOfFourBits
     const int32_t* order;    // [matrices, inputs]: the group of each input; null: groups are of neighbours
     int64_t panels_each;     // of a matrix
+    int64_t arithmetic;      // by which codes may become weights: see coded_rows.hpp
 };
+enum Arithmetic : int64_t { ANY, BY_FLOATS, EXACT };  // with bfloat16's bits looked at; with sums of floats; weights need no rounding
 
 // What Operation::weights points to, if inputs are rounded. A word is four weights that are neighbours along the inputs.
 struct EightBitPanels {
@@ -37,6 +42,12 @@ struct EightBitPanels {
     const int32_t* sums;     // [panels, parts, 16]: of the codes of each part of the inputs
     int64_t parts;
 };
+
+// body(0), body(1) ... of so many, each a constant: what they index stays in registers, which of long loops it may not.
+template <class Body, int... NUMBERS>
+inline void for_each_of(std::integer_sequence<int, NUMBERS...>, Body body) { (body(std::integral_constant<int, NUMBERS>()), ...); }
+template <int COUNT, class Body>
+inline void for_each_of(Body body) { for_each_of(std::make_integer_sequence<int, COUNT>(), body); }
 
 constexpr int64_t code_lines(int64_t words, int64_t pack, int64_t bits) { return words * pack * bits / 32; }
 
@@ -165,6 +176,18 @@ void widen_any(const Quantized& from, int64_t panel, int64_t words, typename T::
     if (from.order != nullptr) widen_ordered<T, Codes, HAS_ZEROS>(from, panel, words, out, ahead);
     else widen_panel<T, Codes, HAS_ZEROS>(from, panel, words, out, ahead);
 }
+
+#if LOCKSTEP_AVX512
+template <class T>
+using InPanels = T;
+#else
+// Numbers of bfloat16 as floats, which AVX2 multiplies: so codes of their panels lie as those of float.
+struct WideBFloat16 : Float {
+    static void store(float* to, Floats one, Floats two) { Float::store(to, rounded_to_bfloat16(one), rounded_to_bfloat16(two)); }
+};
+template <class T>
+using InPanels = std::conditional_t<T::PACK == 2, WideBFloat16, T>;  // numbers of panels that are widened
+#endif
 
 // Halves as floats.
 inline void widen_halves(const Quantized& from, int64_t panel, int64_t words, float* out, const char* ahead) {

@@ -6,6 +6,7 @@ model stay packed.
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,16 @@ ROUNDING = np.dtype([("scale", np.float64), ("zero", np.int64), ("is_symmetric",
 """See ``rounding.hpp``."""
 
 
+class Arithmetic(enum.IntEnum):
+    """Ways from codes to weights that give the same bits: see ``coded_rows.hpp``."""
+
+    ANY = 0
+    BY_FLOATS = 1
+    """Sums of floats round to bfloat16."""
+    EXACT = 2
+    """Products need no rounding to the type of the model."""
+
+
 class QuantizedPanels(RecordedWeights):
     """The panels of a matrix, or of some matrices, as codes."""
 
@@ -44,6 +55,7 @@ class QuantizedPanels(RecordedWeights):
         bits: int,
         is_float: bool = False,
         order: torch.Tensor | None = None,
+        arithmetic: Arithmetic = Arithmetic.ANY,
     ) -> None:
         """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16].
 
@@ -56,7 +68,7 @@ class QuantizedPanels(RecordedWeights):
         places = [0 if each is None else each.data_ptr() for each in self._kept]
         panels_each = len(codes) if order is None else len(codes) // len(order)
         self.record = np.array(
-            [*places[:3], bits, scales.shape[1], is_float, places[3], panels_each], dtype=np.int64
+            [*places[:3], bits, scales.shape[1], is_float, places[3], panels_each, arithmetic], dtype=np.int64
         )
         """Record of addresses and sizes for the kernels."""
 
@@ -90,13 +102,19 @@ class EightBitPanels(RecordedWeights):
 
 
 def quantized(
-    rows: Sequence[Sequence[torch.Tensor]], multiple: int, arena: Arena, parts: int = 1
+    rows: Sequence[Sequence[torch.Tensor]],
+    multiple: int,
+    arena: Arena,
+    parts: int = 1,
+    *,
+    has_pairs: bool = True,
 ) -> QuantizedPanels | EightBitPanels | None:
     """Panels of weights [..., outputs, inputs] that have codes.
 
     ``rows``: weights whose outputs are beside each other in panels; one row of panels after the other. The
     outputs of each are filled up to a multiple of ``multiple``. ``parts``: of the inputs, if they are
-    rounded. None where some have no codes, codes of several kinds, or codes that do not give their weights.
+    rounded. ``has_pairs``: words of bfloat16 hold two inputs; if not, codes lie as those of float32.
+    None where some have no codes, codes of several kinds, or codes that do not give their weights.
     """
     given: list[Codes] = []
     for row in rows:
@@ -122,16 +140,17 @@ def quantized(
     each_group = inputs if first.order is not None else 0 if inputs % groups else inputs // groups
     if not each_group or each_group % (WORD_BITS // first.bits):
         return None
+    arithmetic = min(_arithmetic(part, dtype) for part in given)
     if first.is_float and first.bits == 8:
         given = [replace(part, scales=part.scales * FLOAT8) for part in given]
         if not all(bool(part.scales.isfinite().all()) for part in given):
             return None
     has_zeros = any(part.zeros is not None for part in given)
-    pack = 2 if dtype == torch.bfloat16 else 1
+    pack = 2 if has_pairs and dtype == torch.bfloat16 else 1
     laid = _laid([_panels(part, multiple, has_zeros, pack) for part in given], arena)
     zeros = laid[2] if has_zeros else None
     order = None if first.order is None else first.order.reshape(-1, inputs).contiguous()
-    return QuantizedPanels(laid[0], laid[1], zeros, first.bits, first.is_float, order)
+    return QuantizedPanels(laid[0], laid[1], zeros, first.bits, first.is_float, order, arithmetic)
 
 
 def _give(codes: Codes, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -142,6 +161,33 @@ def _give(codes: Codes, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> 
         right = right and weight.dtype == dtype and codes.rows(rows).gives(weight.data)
         begin = rows.stop
     return right and begin == codes.codes.shape[-2]
+
+
+_SMALL, _LARGE = 2.0**-90, 2.0**90
+"""Scales by which no step of the arithmetic leaves the normal numbers."""
+
+
+def _arithmetic(codes: Codes, dtype: torch.dtype) -> Arithmetic:
+    scales, zeros = codes.scales, codes.zeros
+    largest = 2.0**7 if codes.is_float and codes.bits == 8 else _LARGE  # times FLOAT8 it is a float
+    sizes = scales[scales != 0].abs()
+    if codes.order is not None or not bool(scales.isfinite().all()):
+        return Arithmetic.ANY
+    if len(sizes) and (sizes.min() < _SMALL or sizes.max() > largest):
+        return Arithmetic.ANY
+    if zeros is not None:
+        offsets = zeros + 2.0 ** (codes.bits - 1)
+        products = offsets.double() * scales.double()
+        is_whole = bool(((zeros == zeros.round()) & (zeros.abs() <= 1 << 12)).all())
+        if not is_whole or not torch.equal(products.float().double(), products):
+            return Arithmetic.ANY
+    if dtype == torch.float32:
+        return Arithmetic.EXACT
+    if codes.bits == 8 or zeros is not None:
+        return Arithmetic.BY_FLOATS
+    spare = 6 if codes.is_float else 5  # of the eight bits of a bfloat16, what codes leave for scales
+    has_more = scales.contiguous().view(torch.int32) & ((1 << (24 - spare)) - 1)
+    return Arithmetic.BY_FLOATS if bool(has_more.any()) else Arithmetic.EXACT
 
 
 def _laid(parts: Sequence[Sequence[torch.Tensor]], arena: Arena) -> list[torch.Tensor]:

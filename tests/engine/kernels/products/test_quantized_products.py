@@ -14,7 +14,7 @@ from engine.kernels.core.rows import pitch_of, spaced
 from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.make import make_program
 from engine.kernels.products.packing import Packer
-from engine.kernels.products.quantized import QuantizedPanels
+from engine.kernels.products.quantized import Arithmetic, QuantizedPanels
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.stacks import TWICE
 from engine.model.quantization.weight_codes import Codes
@@ -65,14 +65,20 @@ def quantised(
     zeros: bool = False,
     is_float: bool = False,
     has_order: bool = False,
+    scale_bits: int = 24,
+    size: float = 0.02,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.nn.Parameter:
-    """Random weights [..., outputs, inputs] that know their codes."""
+    """Random weights [..., outputs, inputs] that know their codes.
+
+    ``scale_bits``: significant bits of scales, the largest of which is ``size``.
+    """
     generator = torch.Generator().manual_seed(sum(shape) + bits)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     codes = torch.randint(low, high, shape, generator=generator).to(torch.int8)
     grid = (*shape[:-1], shape[-1] // group)
-    scales = torch.rand(grid, generator=generator) * 0.02
+    scales = torch.rand(grid, generator=generator) * size
+    scales = (scales.view(torch.int32) & -(1 << (24 - scale_bits))).view(torch.float32)
     points = torch.randint(low, high, grid, generator=generator).float() if zeros else None
     if is_float and bits == 8:
         codes[(codes & 127) == 127] = 1  # those are no numbers
@@ -83,6 +89,45 @@ def quantised(
     weight = torch.nn.Parameter(known.widened(dtype), requires_grad=False)
     setattr(weight, ATTRIBUTE, Known(known))
     return weight
+
+
+ROUNDED = {
+    "int4, ties": ({"bits": 4, "group": 32, "scale_bits": 8}, Arithmetic.BY_FLOATS),
+    "int4 with zeros, ties": (
+        {"bits": 4, "group": 32, "scale_bits": 11, "zeros": True},
+        Arithmetic.BY_FLOATS,
+    ),
+    "int8, ties": ({"bits": 8, "group": 64, "scale_bits": 8}, Arithmetic.BY_FLOATS),
+    "int8 with zeros, ties": ({"bits": 8, "group": 64, "scale_bits": 8, "zeros": True}, Arithmetic.BY_FLOATS),
+    "fp8, ties": ({"bits": 8, "group": 64, "scale_bits": 8, "is_float": True}, Arithmetic.BY_FLOATS),
+    "int4, nothing to round": ({"bits": 4, "group": 32, "scale_bits": 5}, Arithmetic.EXACT),
+    "mxfp4, nothing to round": (
+        {"bits": 4, "group": 32, "scale_bits": 1, "is_float": True},
+        Arithmetic.EXACT,
+    ),
+    "int4, small": ({"bits": 4, "group": 32, "size": 1e-30}, Arithmetic.ANY),
+    "int8, large": ({"bits": 8, "group": 64, "size": 1e36}, Arithmetic.ANY),
+    "int4 with zeros of all bits": ({"bits": 4, "group": 32, "zeros": True}, Arithmetic.ANY),
+}
+"""Forms by how their weights are rounded, and what AVX2 may do."""
+
+
+@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_rounding_of_weights_has_the_same_bits(kernels: library.KernelLibrary, rows: int, form: str) -> None:
+    """Rows are units, so that each weight is seen alone."""
+    fields, arithmetic = ROUNDED[form]
+    weight = quantised(64, 192, **fields)  # type: ignore[arg-type]
+    packer = Packer(kernels)
+    codes, plain = packer.panels(weight, multiple=32), packer.panels(weight.data, multiple=32)
+    assert isinstance(codes, QuantizedPanels)
+    assert codes.record[-1] == arithmetic
+    for begin in range(0, 192, rows):
+        x = torch.eye(192, dtype=torch.bfloat16)[begin : begin + rows]
+        outs = [torch.empty(len(x), 64) for _ in range(2)]
+        for out, laid in zip(outs, (codes, plain), strict=True):
+            run(kernels, OperationKind.LINEAR, x, out, flags=AS_FLOAT, weights=laid, n=64, k=192)
+        assert torch.equal(*outs)
 
 
 FORMS = {
