@@ -52,43 +52,45 @@ def store(
     tl.store(values + cell * VALUE_DIM + v, new_value, mask=in_value)
 
 
-STEP_SIZES = ["splits", "table_width"]
+STEP_SIZES = ["table_width"]
 STEP_ADDRESSES = ["part_sums", "part_peaks", "part_totals"]
 TILE_ADDRESSES = ["tile_rows", "tile_tokens", "tile_counts", "tile_positions"]
 
 
 @triton.jit
-def keys_per_part(length, splits, BLOCK_N: tl.constexpr):
-    """Keys of one part, a multiple of ``BLOCK_N``, of a context of ``length``.
+def keys_per_part(seen, PART_KEYS: tl.constexpr, MOST_PARTS: tl.constexpr):
+    """Keys of each part of a context of which ``seen`` keys are looked at."""
+    share = seen * 0 + PART_KEYS
+    while share * MOST_PARTS < seen:
+        share *= 2
+    return share
 
-    The context is cut into ``splits`` parts, the last of which may be empty.
+
+@triton.jit
+def merged(peak, total, part_peak, part_total):
+    """Highest score and sum of weights with one part more.
+
+    And the factors of the sums of values before it, and of its own.
     """
-    return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    higher = tl.maximum(peak, part_peak)
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # products may overflow
+    shrink, grow = tl.exp(peak - base), tl.exp(part_peak - base)
+    return higher, total * shrink + part_total * grow, shrink, grow
 
 
-@triton.jit(do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ADDRESSES + TILE_ADDRESSES)
-def attend(
-    query,
+@triton.jit
+def attend_to_keys(
+    q,
     keys,
     values,
-    attended,
-    part_sums,
-    part_peaks,
-    part_totals,
-    sinks,
-    tables,
-    tile_rows,
-    tile_tokens,
-    tile_counts,
-    tile_positions,
+    table,
+    begin,
+    end,
+    kv_head,
+    query_position,
     scale,
     softcap,
     window,
-    splits,
-    query_head,
-    query_token,
-    table_width,
-    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -97,59 +99,26 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Program (tile, kv_head, split): attention of a tile over one part of its context.
+    """Attention of queries [BLOCK_M, BLOCK_K] to the keys from ``begin`` to ``end``.
 
-    Without ``SPLIT`` results go to attended [tokens, heads, value_dim]. With it (tiles of one query) sums,
-    peaks and totals over a part of the context go to the parts [splits, tiles, heads(, value_dim)], which
-    :func:`merge` puts together. Of parts without keys nothing is written: shorter contexts than the longest
-    have some.
-
-    query: [heads, tokens, key_dim], strides given, last one 1. tables: [rows, table_width] of blocks.
-    tile_*: [tiles] row, first packed token, queries, and position of the first."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(tile_rows + tile).to(tl.int64)
-    first = tl.load(tile_tokens + tile).to(tl.int64)  # times a stride, it may be beyond int32
-    count = tl.load(tile_counts + tile).to(tl.int32)
-    position = tl.load(tile_positions + tile).to(tl.int32)
-    m = tl.arange(0, BLOCK_M)
+    Returns highest scores and sums of weights [BLOCK_M], and sums of values [BLOCK_M, BLOCK_V]. Keys that a
+    query does not see add exactly nothing.
+    """
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     v = tl.arange(0, BLOCK_V)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
-    head = kv_head * GROUP + m % GROUP
-    token = first + m // GROUP
-    in_tile = m // GROUP < count
-    query_position = position + m // GROUP
-    q = tl.load(
-        query + head[:, None] * query_head + token[:, None] * query_token + k[None, :],
-        mask=in_tile[:, None] & in_key[None, :],
-        other=0.0,
-    )
-    if WIDEN:
-        q = q.to(tl.float32)
-    begin = position * 0
-    if WINDOWED:
-        begin = tl.maximum(position - window + 1, 0)
-    end = position + count
-    if SPLIT:
-        share = keys_per_part(end - begin, splits, BLOCK_N)
-        begin += split * share
-        end = tl.minimum(begin + share, end)
-        in_tile = m // GROUP < tl.where(begin < end, count, 0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key_position = start + n
         inside = key_position < end
-        block = tl.load(tables + row * table_width + key_position // BLOCK_SIZE, mask=inside, other=0)
+        block = tl.load(table + key_position // BLOCK_SIZE, mask=inside, other=0)
         cell = (block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv_head
         key = tl.load(
             keys + cell[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
@@ -177,22 +146,133 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         peak = higher
+    return peak, total, sums
+
+
+@triton.jit(do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ADDRESSES + TILE_ADDRESSES)
+def attend(
+    query,
+    keys,
+    values,
+    attended,
+    part_sums,
+    part_peaks,
+    part_totals,
+    sinks,
+    tables,
+    tile_rows,
+    tile_tokens,
+    tile_counts,
+    tile_positions,
+    scale,
+    softcap,
+    window,
+    query_head,
+    query_token,
+    table_width,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART_KEYS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FOLDED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Program (tile, kv_head, split): attention of a tile to its context.
+
+    With ``SPLIT`` (tiles of one query) a program takes each ``num_programs(2)``-th part of the context.
+    Sums, peaks and totals go to the parts [parts, tiles, heads(, value_dim)], which :func:`merge` puts
+    together. Otherwise results go to attended [tokens, heads, value_dim]; with ``FOLDED`` they are put
+    together from the same parts in the same way.
+
+    query: [heads, tokens, key_dim], strides given, last one 1. tables: [rows, table_width] of blocks.
+    tile_*: [tiles] row, first packed token, queries, and position of the first. With ``SPLIT`` or ``FOLDED``
+    contexts of all queries of a tile have parts of one size."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(tile_rows + tile).to(tl.int64)
+    first = tl.load(tile_tokens + tile).to(tl.int64)  # times a stride, it may be beyond int32
+    count = tl.load(tile_counts + tile).to(tl.int32)
+    position = tl.load(tile_positions + tile).to(tl.int32)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    v = tl.arange(0, BLOCK_V)
+    in_key, in_value = k < KEY_DIM, v < VALUE_DIM
+    head = kv_head * GROUP + m % GROUP
+    token = first + m // GROUP
+    in_tile = m // GROUP < count
+    query_position = position + m // GROUP
+    q = tl.load(
+        query + head.to(tl.int64)[:, None] * query_head + token[:, None] * query_token + k[None, :],
+        mask=in_tile[:, None] & in_key[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q = q.to(tl.float32)
+    begin = position * 0
+    if WINDOWED:
+        begin = tl.maximum(position - window + 1, 0)
+    end = position + count
+    table = tables + row * table_width
+    if SPLIT or FOLDED:
+        seen = position + 1
+        if WINDOWED:
+            seen = tl.minimum(seen, window)
+        share = keys_per_part(seen, PART_KEYS, MOST_PARTS)
+        first_part = begin // share
+        parts = tl.cdiv(end, share) - first_part
+        begin = begin // BLOCK_N * BLOCK_N
     if SPLIT:
-        part = (split * tl.num_programs(0) + tile) * HEADS + head
-        tl.store(part_peaks + part, peak, mask=in_tile)
-        tl.store(part_totals + part, total, mask=in_tile)
-        tl.store(
-            part_sums + part[:, None] * VALUE_DIM + v[None, :],
-            sums,
-            mask=in_tile[:, None] & in_value[None, :],
-        )
+        for number in range(split, parts, tl.num_programs(2)):
+            start = (first_part + number) * share
+            peak, total, sums = attend_to_keys(
+                q, keys, values, table, tl.maximum(start, begin), tl.minimum(start + share, end), kv_head,
+                query_position, scale, softcap, window, KV_HEADS, KEY_DIM,
+                VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V, WINDOWED, CAPPED, WIDEN,
+            )  # fmt: skip
+            part = (number * tl.num_programs(0) + tile) * HEADS + head
+            tl.store(part_peaks + part, peak, mask=in_tile)
+            tl.store(part_totals + part, total, mask=in_tile)
+            tl.store(
+                part_sums + part.to(tl.int64)[:, None] * VALUE_DIM + v[None, :],
+                sums,
+                mask=in_tile[:, None] & in_value[None, :],
+            )
     else:
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32)
-            higher = tl.maximum(peak, sink)
-            shrink = tl.exp(peak - higher)
-            sums = sums * shrink[:, None]
-            total = total * shrink + tl.exp(sink - higher)
+            peak = tl.load(sinks + head).to(tl.float32)
+            total += 1.0
+        if FOLDED:
+            for number in range(0, parts):
+                start = (first_part + number) * share
+                part_peak, part_total, added = attend_to_keys(
+                    q, keys, values, table, tl.maximum(start, begin), tl.minimum(start + share, end), kv_head,
+                    query_position, scale, softcap, window, KV_HEADS, KEY_DIM,
+                    VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V, WINDOWED, CAPPED, WIDEN,
+                )  # fmt: skip
+                peak, total, shrink, grow = merged(peak, total, part_peak, part_total)
+                sums = sums * shrink[:, None] + added * grow[:, None]
+        else:
+            part_peak, part_total, added = attend_to_keys(
+                q, keys, values, table, begin, end, kv_head,
+                query_position, scale, softcap, window, KV_HEADS, KEY_DIM,
+                VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V, WINDOWED, CAPPED, WIDEN,
+            )  # fmt: skip
+            peak, total, shrink, grow = merged(peak, total, part_peak, part_total)
+            sums = added * grow[:, None]
         sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: lines beyond the tile
         tl.store(
             attended + (token[:, None] * HEADS + head[:, None]) * VALUE_DIM + v[None, :],
@@ -201,10 +281,7 @@ def attend(
         )
 
 
-@triton.jit(
-    do_not_specialize=["splits"],
-    do_not_specialize_on_alignment=[*STEP_ADDRESSES, "tile_tokens", "tile_positions"],
-)
+@triton.jit(do_not_specialize_on_alignment=[*STEP_ADDRESSES, "tile_tokens", "tile_positions"])
 def merge(
     part_sums,
     part_peaks,
@@ -214,10 +291,10 @@ def merge(
     tile_tokens,
     tile_positions,
     window,
-    splits,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PART_KEYS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -236,18 +313,17 @@ def merge(
         peak = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32)
         total = tl.zeros([1], tl.float32) + 1.0
     sums = tl.zeros([BLOCK_V], tl.float32)
-    length = tl.load(tile_positions + tile).to(tl.int32) + 1
+    end = tl.load(tile_positions + tile).to(tl.int32) + 1
+    seen, begin = end, end * 0
     if WINDOWED:
-        length = tl.minimum(length, window)
-    parts = tl.cdiv(length, keys_per_part(length, splits, BLOCK_N))  # those that have keys
-    for split in range(parts):
-        part = (split * tl.num_programs(0) + tile) * HEADS + head
-        part_peak = tl.load(part_peaks + part)
-        higher = tl.maximum(peak, part_peak)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # products may overflow
-        shrink, grow = tl.exp(peak - base), tl.exp(part_peak - base)
-        total = total * shrink + tl.load(part_totals + part) * grow
-        sums = sums * shrink + tl.load(part_sums + part * VALUE_DIM + v, mask=in_value, other=0.0) * grow
-        peak = higher
+        seen, begin = tl.minimum(end, window), tl.maximum(end - window, 0)
+    share = keys_per_part(seen, PART_KEYS, MOST_PARTS)
+    for number in range(tl.cdiv(end, share) - begin // share):
+        part = (number * tl.num_programs(0) + tile) * HEADS + head
+        peak, total, shrink, grow = merged(
+            peak, total, tl.load(part_peaks + part), tl.load(part_totals + part)
+        )
+        line = part_sums + part.to(tl.int64) * VALUE_DIM + v
+        sums = sums * shrink + tl.load(line, mask=in_value, other=0.0) * grow
     line = (token * HEADS + head) * VALUE_DIM + v
     tl.store(attended + line, (sums / total).to(attended.dtype.element_ty), mask=in_value)

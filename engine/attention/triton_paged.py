@@ -16,10 +16,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from engine.attention import splits
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
 from engine.attention.paged_tensors import PagedTensors
-from engine.attention.splits import num_splits
 from engine.attention.transfer import upload
 from engine.gpu import fused_launches
 from engine.gpu.late_rotary import LateRotation
@@ -31,6 +31,11 @@ TILE_BYTES = 16 << 10
 MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
+FIXED_LINES = 32
+"""Queries times heads of any tile, where tokens have the same bits alone and among others.
+
+Results of a part, and of those before it, have to fit the registers.
+"""
 WIDE_LINES = 16
 """Queries times heads of a tile in float32: more would not fit the registers."""
 PROGRAMS_PER_PROCESSOR = 2
@@ -58,6 +63,11 @@ class TritonPagedAttention(PagedTensors):
     _: KW_ONLY
     programs: int | None = None
     """Programs that keep the device busy; None: what suits it."""
+    fixed: bool = False
+    """Whether a token has the same bits alone and among others of its request (``--batch-invariant``).
+
+    Contexts of longer rows then have the parts that those of single tokens have.
+    """
 
     def __post_init__(self) -> None:
         self.null_block = self.num_blocks
@@ -97,10 +107,10 @@ class TritonPagedAttention(PagedTensors):
         """See ``base.CapturableAttention``."""
         return TritonDecodeBuffers(self, max_rows, max_tokens)
 
-    def splits(self, num_tiles: int, layer: LayerShape, longest: int) -> int:
-        """Number of parts into which the context of each query is cut."""
+    def splits(self, num_tiles: int, layer: LayerShape, longest: int, parts: int) -> int:
+        """Number of programs that share the parts of the context of each query."""
         seen = longest if layer.window is None else min(longest, layer.window)
-        return num_splits(num_tiles * layer.kv_heads, seen, self._programs)
+        return splits.num_splits(num_tiles * layer.kv_heads, seen, self._programs, parts)
 
 
 def _programs(device: torch.device) -> int:
@@ -164,9 +174,9 @@ class TritonAttentionPlan:
             query = fused_launches.rotate_and_store(turn, query, key, value, *kept)
         attended = query.new_empty(tokens, heads, shape.value_dim)
         if self._singles is not None:
-            launch.attend(query, attended, self._tables, self._singles, 1)
+            launch.attend(query, attended, self._tables, self._singles)
         group = heads // shape.kv_heads
-        queries = queries_per_tile(group, query.dtype)
+        queries = queries_per_tile(group, query.dtype, fixed=cache.fixed)
         long_tiles = self._tiles_of(queries)
         if long_tiles is not None:
             launch.attend(query, attended, self._tables, long_tiles, queries)
@@ -185,17 +195,22 @@ class TritonAttentionPlan:
         rows = self._rows
         if rows is None or rows.num_single == len(rows.starts):
             return None
-        long_rows = np.arange(rows.num_single, len(rows.starts))
-        counts = rows.counts[long_rows]
-        per_row = -(-counts // queries)
-        row = np.repeat(long_rows, per_row)
-        offset = (np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * queries
+        pieces = [
+            (row, *piece)
+            for row in range(rows.num_single, len(rows.starts))
+            for piece in splits.with_equal_parts(int(rows.starts[row]), int(rows.counts[row]))
+        ]
+        row_of_piece, starts, counts = (np.array(column) for column in zip(*pieces, strict=True))
+        per_piece = -(-counts // queries)
+        piece = np.repeat(np.arange(len(pieces)), per_piece)
+        offset = (np.arange(len(piece)) - np.repeat(np.cumsum(per_piece) - per_piece, per_piece)) * queries
+        row, positions = row_of_piece[piece], starts[piece] + offset
         first_tokens = np.cumsum(rows.counts) - rows.counts
         return self._cache.tiles(
             row,
-            first_tokens[row] + offset,
-            np.minimum(rows.counts[row] - offset, queries),
-            rows.starts[row] + offset,
+            first_tokens[row] + positions - rows.starts[row],
+            np.minimum(counts[piece] - offset, queries),
+            positions,
         )
 
 
@@ -269,15 +284,25 @@ class _Launch:
         )
 
     def attend(
-        self, query: torch.Tensor, attended: torch.Tensor, tables: torch.Tensor, tiles: Tiles, queries: int
+        self,
+        query: torch.Tensor,
+        attended: torch.Tensor,
+        tables: torch.Tensor,
+        tiles: Tiles,
+        queries: int | None = None,
     ) -> None:
-        """Launch attention for tiles of at most so many queries each."""
-        shape, num_tiles = self.shape, len(tiles)
-        splits = self.cache.splits(num_tiles, shape, tiles.longest) if queries == 1 else 1
-        parts = (splits, num_tiles, self.heads) if splits > 1 else (1,)
-        sums = attended.new_empty(*parts, shape.value_dim, dtype=torch.float32)
-        peaks, totals = attended.new_empty(2, *parts, dtype=torch.float32)
-        kernels.attend[(num_tiles, shape.kv_heads, splits)](
+        """Launch attention for tiles of at most so many queries each; None: those of single tokens."""
+        shape, num_tiles, cache = self.shape, len(tiles), self.cache
+        is_single, group = queries is None, self.heads // shape.kv_heads
+        parts = splits.most_parts(tiles.longest, shape.window) if is_single else 1
+        is_split = parts > 1
+        programs = cache.splits(num_tiles, shape, tiles.longest, parts) if is_split else 1
+        room = (parts, num_tiles, self.heads) if is_split else (1,)
+        sums = attended.new_empty(*room, shape.value_dim, dtype=torch.float32)
+        peaks, totals = attended.new_empty(2, *room, dtype=torch.float32)
+        if cache.fixed:
+            queries = queries_per_tile(group, query.dtype, fixed=True)
+        kernels.attend[(num_tiles, shape.kv_heads, programs)](
             query,
             self.keys,
             self.values,
@@ -294,7 +319,6 @@ class _Launch:
             self.scale,
             1.0 if self.softcap is None else self.softcap,
             shape.window or 0,
-            splits,
             query.stride(0),
             query.stride(1),
             tables.stride(0),
@@ -302,24 +326,25 @@ class _Launch:
             KV_HEADS=shape.kv_heads,
             KEY_DIM=shape.key_dim,
             VALUE_DIM=shape.value_dim,
-            BLOCK_SIZE=self.cache.block_size,
-            BLOCK_M=_padded(queries * self.heads // shape.kv_heads),
+            BLOCK_SIZE=cache.block_size,
+            BLOCK_M=_padded((queries or 1) * group),
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
             BLOCK_V=self.block_v,
-            SPLIT=splits > 1,
+            **_part_sizes(),
+            SPLIT=is_split,
+            FOLDED=not is_split and (is_single or cache.fixed),
             WINDOWED=shape.window is not None,
             CAPPED=self.softcap is not None,
             SINKS=self.sinks is not None,
             WIDEN=query.dtype == torch.bfloat16 and query.device.type == "cpu",
+            enable_fp_fusion=not (is_single or cache.fixed),  # forms of one kernel round alike
         )
-        if splits > 1:
-            self._merge((sums, peaks, totals), attended, tiles, splits)
+        if is_split:
+            self._merge((sums, peaks, totals), attended, tiles)
 
-    def _merge(
-        self, parts: tuple[torch.Tensor, ...], attended: torch.Tensor, tiles: Tiles, splits: int
-    ) -> None:
-        """Add up the splits of each tile.
+    def _merge(self, parts: tuple[torch.Tensor, ...], attended: torch.Tensor, tiles: Tiles) -> None:
+        """Merge the parts of each tile's context.
 
         ``parts``: sums of values, highest scores, sums of weights.
         """
@@ -331,13 +356,13 @@ class _Launch:
             tiles.tokens,
             tiles.positions,
             shape.window or 0,
-            splits,
             HEADS=self.heads,
             VALUE_DIM=shape.value_dim,
-            BLOCK_N=self.block_n,
+            **_part_sizes(),
             BLOCK_V=self.block_v,
             WINDOWED=shape.window is not None,
             SINKS=self.sinks is not None,
+            enable_fp_fusion=False,
         )
 
     def _keys_at_once(self) -> int:
@@ -345,9 +370,14 @@ class _Launch:
         return max(SMALLEST_PRODUCT, min(MOST_KEYS, TILE_BYTES // bytes_per_key))
 
 
-def queries_per_tile(group: int, dtype: torch.dtype) -> int:
+def _part_sizes() -> dict[str, int]:
+    return {"PART_KEYS": splits.SPLIT_KEYS, "MOST_PARTS": splits.MOST_PARTS}
+
+
+def queries_per_tile(group: int, dtype: torch.dtype, *, fixed: bool = False) -> int:
     """Queries of a tile of a longer row, by heads for each KV head."""
-    lines = QUERY_LINES if dtype.itemsize <= 2 else min(QUERY_LINES, WIDE_LINES)
+    most = FIXED_LINES if fixed else QUERY_LINES
+    lines = most if dtype.itemsize <= 2 else min(most, WIDE_LINES)
     return max(lines // group, 1)
 
 

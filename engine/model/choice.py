@@ -43,13 +43,10 @@ LEAST_SIZE = 0.1
 PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
 """Tokens of the two requests of the comparison.
 
-They are enough for several tiles, and for a context that is cut into three.
+They are enough for several tiles, and for a context of four parts.
 """
 PROGRAMS = 1 << 16
-"""Number of GPU programs that the kernels assume in the check.
-
-So contexts are cut in the check wherever they might be on this device.
-"""
+"""Number of GPU programs that the kernels assume in the check, so that each part has one."""
 
 
 def choose_backend(
