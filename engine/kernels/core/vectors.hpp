@@ -10,14 +10,17 @@
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define LOCKSTEP_AVX512 1
+#define LOCKSTEP_AVX2 0
 #define LOCKSTEP_VECTORS "avx512"
 #include "vectors_avx512.hpp"
 #else
 #define LOCKSTEP_AVX512 0
 #ifdef __aarch64__
+#define LOCKSTEP_AVX2 0
 #define LOCKSTEP_VECTORS "neon"
 #include "vectors_neon.hpp"
 #else
+#define LOCKSTEP_AVX2 1
 #define LOCKSTEP_VECTORS "avx2"
 #include "vectors_avx2.hpp"
 #endif

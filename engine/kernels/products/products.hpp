@@ -23,6 +23,9 @@
 #include "../core/numbers.hpp"
 #include "quantized.hpp"
 #include "wanted.hpp"
+#if LOCKSTEP_AVX2
+#include "multiply_avx2.hpp"
+#endif
 
 namespace {
 
@@ -596,6 +599,9 @@ class Products {
             inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows, pitch_in(k)));
             pitch = widened_pitch<T>(k) * int64_t(sizeof(float));
         }
+#if LOCKSTEP_AVX2
+        if constexpr (T::PACK <= 2) return sweep(in, inputs, pitch, k, rows, now, then, cold, tag);
+#endif
         const int64_t first_rows = (rows + passes - 1) / std::max<int64_t>(1, passes);
         for (int64_t begin = done, now; begin < rows; begin += now) {
             now = (rows - begin + passes - 1) / passes, --passes;  // evenly: a row alone takes half as long as eight
@@ -638,6 +644,30 @@ class Products {
 
     // What still waits.
     void finish() { finish(count); }
+
+   private:
+#if LOCKSTEP_AVX2
+    // Some rows at a time, whose inputs are floats; see multiply_sweep().
+    void sweep(const E* in, const char* inputs, int64_t pitch, int64_t k, int64_t rows, Panels now, Panels then, bool cold, const Tag& tag) {
+        const int64_t steps = k / T::PACK, some = steps / parts, sweeps = (rows + SWEPT_ROWS - 1) / SWEPT_ROWS;
+        Floats sums[MOST_PARTS][SWEPT_ROWS][2];
+        AskedFor wanted{cold, nullptr, nullptr, 0, (rows + MAX_ROWS - 1) / MAX_ROWS};
+        for (int64_t number = 0; number < sweeps; ++number) {
+            const int64_t begin = number * rows / sweeps, count = (number + 1) * rows / sweeps - begin;
+            for (int64_t part = 0; part < parts; ++part) {
+                const int64_t word = part * some, line = word * LANES;
+                wanted.one = then.a.bytes(0) + 4 * line, wanted.two = then.b.bytes(0) + 4 * line;
+                multiply_sweep<T>(sums[part], count, now.a.words + line, now.b.words + line,
+                                  inputs + begin * pitch + word * WORD_BYTES<T>, pitch, some, wanted);
+            }
+            wanted.number += (count + MAX_ROWS - 1) / MAX_ROWS;
+            for (int64_t row = 0; row < count; ++row) {
+                auto total = [&](int which) { return sum_of_neighbours(parts, [&](int64_t part) { return sums[part][row][which]; }); };
+                body(tag, begin + row, total(0), total(1));
+            }
+        }
+    }
+#endif
 };
 
 template <class T, class Tag, class Body, class Place>

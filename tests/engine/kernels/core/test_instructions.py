@@ -26,7 +26,8 @@ MULTIPLY = re.compile(r"\bmultiply<(?:\w|\(|\)|::| )*::(BFloat16|Bytes), (\d+), 
 CODES = re.compile(
     r"\bmultiply_codes<(?:\w|\(|\)|::| )*::(FourBits|EightBits|FloatsOfEightBits), \w+, \w+, (\d+)>"
 )
-PANELS = re.compile(r"\bmultiply_panels<(?:\w|\(|\)|::| )*::(BFloat16|Bytes), (\d+), (\d), \w+>")
+PANELS = re.compile(r"\bmultiply_panels<(?:\w|\(|\)|::| )*::(Bytes), (\d+), (\d), \w+>")
+FLOATS = re.compile(r"\badd_products<(?:\w|\(|\)|::| )*::(BFloat16|Float), (\d+), (\w+)>")
 TILES = {"tdpbf16ps", "tdpbusd"}
 
 
@@ -91,11 +92,13 @@ def test_codes_go_from_their_widening_right_into_dot_products() -> None:
 def test_kernels_for_avx2_have_nothing_beyond_it() -> None:
     path = library.SOURCE.compiled(*KINDS["avx2"].options(compiler.cpu_flags()))
     for (kind, rows, panels), lines in named(path, PANELS).items():
-        least = int(rows) * int(panels)
-        if kind == "Bytes":
-            assert count(lines, "vpmaddwd") >= least, (kind, rows)
-        else:
-            assert sum(line.startswith(("vfmadd", "vmulps")) for line in lines) >= least, (kind, rows)
+        assert count(lines, "vpmaddwd") >= int(rows) * int(panels), (kind, rows)
+    sums_of_floats = named(path, FLOATS)
+    assert len(sums_of_floats) == 2 * 6 * 2
+    for (kind, rows, asks), lines in sums_of_floats.items():
+        sums = int(rows) * (4 if int(rows) <= 3 else 2)  # of eight outputs, which registers hold in a loop
+        assert count(lines, "vfmadd231ps") == sums * (2 if kind == "BFloat16" else 2 + 1), (kind, rows)
+        assert (count(lines, "prefetcht1") > 0) == (asks == "true"), (kind, rows)
     beyond = {"vdpbf16ps", "vpdpbusd", *TILES}
     for name, lines in functions(path).items():
         assert not any("%zmm" in line or line.split(None, 1)[0] in beyond for line in lines), name
