@@ -1,4 +1,4 @@
-"""Kinds of native kernels, one row each, and the CPU targets that they are compiled for ahead (pure).
+"""Kinds of native kernels, one row each, and CPU targets of precompiled ones (pure).
 
 A new kind is a row here, and a header of vectors that ``engine/kernels/core/vectors.hpp`` includes where the
 compiler has its instructions. All else takes names, features and options from the rows.
@@ -63,7 +63,7 @@ class KernelKind(NamedTuple):
     header: str
     """Header of its vectors, in ``engine/kernels/core``."""
     fallback: Kind | None
-    """Kind for CPUs that lack a feature, and for data types that this kind does not multiply."""
+    """Kind for CPUs that lack a feature, and for other data types."""
     targets: tuple[CpuTarget, ...]
     """What ``lockstep kernels`` compiles for it, best first."""
     avoids: frozenset[str] = frozenset()
@@ -110,7 +110,7 @@ ROWS = (
     ),
 )
 KINDS: dict[str, KernelKind] = {row.name: row for row in ROWS}
-"""Kinds by name; those of an architecture from the fastest to the one that all its CPUs have."""
+"""Kinds by name; those of an architecture from the fastest on."""
 
 
 def architecture() -> Architecture | None:
@@ -119,7 +119,7 @@ def architecture() -> Architecture | None:
 
 
 def usable(asked: str, features: frozenset[str]) -> KernelKind | None:
-    """The kind that stands in for a kind on a CPU with these features: itself, or what it falls back to."""
+    """Kind of kernels on a CPU with these features: the given one, or a fallback."""
     kind = KINDS.get(asked)
     while kind is not None and not kind.needs <= features:
         kind = None if kind.fallback is None else KINDS[kind.fallback]
@@ -136,6 +136,6 @@ def _with_fallbacks(name: str) -> list[str]:
 
 
 def common_kind(names: Iterable[str]) -> str | None:
-    """The fastest kind that CPUs with kernels of all these kinds have; None if there is none."""
+    """The fastest kind that all of these are or fall back to, if any."""
     first, *others = (_with_fallbacks(name) for name in names)
     return next((name for name in first if all(name in found for found in others)), None)
