@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Kind = Literal["amx", "avx512", "avx2"]
+Kind = Literal["amx", "avx512", "avxvnni", "avx2"]
 """Name of a kind of native kernels."""
 Architecture = Literal["x86_64", "aarch64"]
 ARCHITECTURES: dict[str, Architecture] = {
@@ -23,16 +23,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 SWITCHES = {
     "avx512f": "-mno-avx512f",
+    "avx_vnni": "-mno-avxvnni",
     "amx_tile": "-mno-amx-tile",
     "amx_bf16": "-mno-amx-bf16",
     "amx_int8": "-mno-amx-int8",
 }
 """Compiler options that avoid a feature of the CPU which ``-march=native`` would use."""
 AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
-BEYOND_AVX2 = AMX | {"avx512f"}
-"""Features that kernels for AVX2 must not use."""
-
 AVX2_NEEDS = frozenset({"avx2", "fma"})
+AVXVNNI_NEEDS = AVX2_NEEDS | {"avx_vnni"}
 AVX512_NEEDS = AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
 AVX2_TARGET = AVX2_NEEDS | {"bmi1", "bmi2", "f16c", "movbe", "abm"}
 AVX512_TARGET = AVX2_TARGET | AVX512_NEEDS | {"avx512cd"}
@@ -99,6 +98,16 @@ ROWS = (
         ),
     ),
     KernelKind(
+        name="avxvnni",
+        title="AVX-VNNI",
+        architecture="x86_64",
+        needs=AVXVNNI_NEEDS,
+        header="vectors_avxvnni.hpp",
+        fallback="avx2",
+        targets=(CpuTarget("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), AVX2_TARGET | AVXVNNI_NEEDS),),
+        avoids=AMX | {"avx512f"},
+    ),
+    KernelKind(
         name="avx2",
         title="AVX2",
         architecture="x86_64",
@@ -106,7 +115,7 @@ ROWS = (
         header="vectors_avx2.hpp",
         fallback=None,
         targets=(CpuTarget("avx2", ("-march=x86-64-v3",), AVX2_TARGET),),
-        avoids=BEYOND_AVX2,
+        avoids=AMX | {"avx512f", "avx_vnni"},
     ),
 )
 KINDS: dict[str, KernelKind] = {row.name: row for row in ROWS}

@@ -57,5 +57,6 @@ def test_what_a_cpu_lacks_is_replaced_by_what_it_has() -> None:
 def test_the_kind_in_common_is_one_that_all_have() -> None:
     assert common_kind(["amx", "avx512", "amx"]) == "avx512"
     assert common_kind(["avx2", "amx"]) == "avx2"
+    assert common_kind(["avxvnni", "avx512"]) == "avx2", "a CPU with AVX-512 may lack AVX-VNNI"
     assert common_kind(["amx"]) == "amx"
     assert common_kind(["amx", "torch"]) is None

@@ -1,4 +1,4 @@
-// Sixteen numbers at a time: what all kernels are written in, in the instructions of AVX-512, of AVX2 or of NEON.
+// Sixteen numbers at a time: what all kernels are written in, in the instructions of AVX-512, AVX2 or NEON.
 //
 // All headers give the same names: Floats, Words (of 32 bits), Doubles (eight with AVX-512, sums of sixteen floats in any case), and
 // functions of them. A Mask has a bit for each lane, the first one the lowest. Operators of Floats are those of the language. LOCKSTEP_VECTORS
@@ -19,6 +19,9 @@
 #define LOCKSTEP_AVX2 0
 #define LOCKSTEP_VECTORS "neon"
 #include "vectors_neon.hpp"
+#elif defined(__AVXVNNI__)
+#define LOCKSTEP_VECTORS "avxvnni"
+#include "vectors_avxvnni.hpp"
 #else
 #define LOCKSTEP_AVX2 1
 #define LOCKSTEP_VECTORS "avx2"

@@ -295,6 +295,8 @@ struct BFloat16Parts {
     static Floats madd(Floats sum, Floats weights, Floats inputs) { return fmadd(weights, inputs, sum); }
 };
 
+#ifndef LOCKSTEP_AVXVNNI
+
 // Words are four bytes: those of weights have signs, those of inputs none. Bytes 0 and 2 are multiplied as numbers of 16 bits, then 1 and 3:
 // products of bytes themselves would be cut off at 16 bits. Sums are whole numbers, in the registers of floats.
 struct BytesParts {
@@ -309,6 +311,8 @@ struct BytesParts {
         return as_floats(add_words(as_words(sum), {_mm256_madd_epi16(one.low, other.low), _mm256_madd_epi16(one.high, other.high)}));
     }
 };
+
+#endif
 
 // Panels, of so many, that rows go through side by side: their sums, two registers each, fill these.
 constexpr int panels_beside(int rows, int64_t panels) {

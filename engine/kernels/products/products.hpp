@@ -353,7 +353,7 @@ template <class T>
 bool are_whole_tiles(int64_t k, int64_t parts) { return k / T::PACK % (TILE * (T::PACK == Bytes::PACK ? parts : 1)) == 0; }
 
 template <class T>
-constexpr bool widens() { return WIDENS_INPUTS && T::PACK > 1; }
+constexpr bool widens() { return WIDENS_INPUTS && T::PACK > 1 && (T::PACK != Bytes::PACK || T::PARTS > 1); }
 
 // What a word of weights takes of a row of inputs.
 template <class T>

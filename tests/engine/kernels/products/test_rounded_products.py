@@ -22,6 +22,7 @@ from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.rounding import Rounding, integer_product
 from engine.model.quantization.weight_codes import Codes
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
+from tests.engine.kernels.emulated_vnni import emulated_vnni
 from tests.engine.kernels.products.test_compression import same_bits
 from tests.engine.kernels.test_kernels import experts, random
 from tests.engine.model.quantization.writers import write_quantized
@@ -39,12 +40,16 @@ def for_avx2() -> library.KernelLibrary:
     return library.opened("avx2")
 
 
-@pytest.fixture(params=["tiles", "vectors", "avx2"])
+@pytest.fixture(params=["tiles", "vectors", "avxvnni", "avx2"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
-    """AMX, emulated where the CPU has none; AVX-512; AVX2."""
+    """AMX and AVX-VNNI, emulated where the CPU has none; AVX-512; AVX2."""
     assert KERNELS is not None
     if request.param == "avx2":
         yield for_avx2()
+        return
+    if request.param == "avxvnni":
+        with emulated_vnni() as found:
+            yield found
         return
     had = KERNELS.has_tiles
     with ExitStack() as stack:
