@@ -38,13 +38,14 @@ class TensorRank:
 
     def all_gather_columns(self, part: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """[..., widths[rank]] of all ranks, side by side: [..., sum(widths)]."""
-        if self.group is None or not part.numel():
+        rows = part.shape[:-1].numel()
+        if self.group is None or not rows:
             return part.new_zeros(*part.shape[:-1], sum(widths))
-        rows = part.numel() // part.shape[-1]
         flat = part.reshape(-1)
         flat = flat if carries(self.group, flat) else flat.cpu()
         gathered = self.group.all_gather_view(flat, [rows * width for width in widths])
-        columns = [piece.view(rows, -1) for piece in gathered.split([rows * width for width in widths])]
+        pieces = gathered.split([rows * width for width in widths])
+        columns = [piece.view(rows, width) for piece, width in zip(pieces, widths, strict=True)]
         return torch.cat(columns, dim=1).view(*part.shape[:-1], -1).to(part.device)
 
     def all_gather_rows(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:

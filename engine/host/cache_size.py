@@ -40,7 +40,11 @@ class CacheSize(NamedTuple):
 
 
 def size_cache(
-    config: EngineConfig, facts: ModelFacts, free_memory: Callable[[], int], neighbours: int
+    config: EngineConfig,
+    facts: ModelFacts,
+    free_memory: Callable[[], int],
+    neighbours: int,
+    asked_requests: int | None = None,
 ) -> CacheSize:
     """Numbers of KV blocks and of other slots, and the longest context; logs all.
 
@@ -49,6 +53,7 @@ def size_cache(
         facts: what the loaded model costs per token.
         free_memory: bytes that the cache may take where nothing was asked for.
         neighbours: instances on this host, this one included: they share its memory.
+        asked_requests: the instance's own ``--max-num-seqs``, whose states must fit; None: as many as fit.
 
     Raises:
         TooLittleMemory: not even one block fits, or more was asked for than there is at all.
@@ -69,6 +74,8 @@ def size_cache(
         memory = cache.kv_cache_memory_bytes or free_memory() // sharers
         if boundary_bytes:
             num_boundaries = boundary_slots(memory, boundary_bytes, num_boundaries, useful * block_bytes)
+            least = least_slots(asked_requests or 0, memory, boundary_bytes, block_bytes)
+            num_boundaries = max(num_boundaries, least)
             memory -= num_boundaries * boundary_bytes
         num_blocks = min(memory // block_bytes, useful) if block_bytes else useful
         if num_blocks < 1:
@@ -80,7 +87,10 @@ def size_cache(
             )
     if facts.device == "cpu" and not config.workers_elsewhere:
         num_bytes = num_blocks * block_bytes + num_boundaries * boundary_bytes
-        _check_memory(num_blocks, cache, num_bytes * config.num_local_workers, neighbours)
+        blocks = f"{num_blocks} KV blocks of {cache.block_size} tokens"
+        if num_boundaries:
+            blocks += f" and {num_boundaries} recurrent states of {_bytes(boundary_bytes)}"
+        _check_memory(blocks, num_bytes * config.num_local_workers, neighbours)
     if facts.device == "cpu" and cache.gpu_memory_utilization is not None:
         logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
     size = CacheSize(num_blocks, min(asked_len, num_blocks * cache.block_size), num_boundaries)
@@ -143,6 +153,22 @@ def boundary_slots(memory: int, boundary_bytes: int, useful: int, block_bytes: i
     return max(FEWEST_SLOTS, min(useful, share // boundary_bytes))
 
 
+def least_slots(requests: int, memory: int, boundary_bytes: int, block_bytes: int) -> int:
+    """Slots of each boundary kind that so many running requests need, each beside a block.
+
+    Raises:
+        TooLittleMemory: they do not fit.
+    """
+    each = FEWEST_SLOTS * boundary_bytes + block_bytes
+    if requests * each > memory:
+        raise TooLittleMemory(
+            f"--max-num-seqs {requests}: {FEWEST_SLOTS} states of {_bytes(boundary_bytes)} for each request "
+            f"and a block of keys and values take {_bytes(requests * each)}, and {_bytes(memory)} for the KV "
+            f"cache hold {memory // each}: lower --max-num-seqs or raise --kv-cache-memory-bytes"
+        )
+    return FEWEST_SLOTS * requests
+
+
 def asked_problem(cache: CacheConfig) -> str | None:
     """Reason why no CPU worker can have the requested cache size; else None.
 
@@ -157,13 +183,13 @@ def asked_problem(cache: CacheConfig) -> str | None:
     )
 
 
-def _check_memory(num_blocks: int, cache: CacheConfig, num_bytes: int, neighbours: int) -> None:
-    """``num_bytes`` are those of one instance.
+def _check_memory(named: str, num_bytes: int, neighbours: int) -> None:
+    """``num_bytes`` are those of one instance, for what is ``named``.
 
     Raises:
         TooLittleMemory: so much as ``neighbours`` of them take is not there at all.
     """
-    blocks = f"{num_blocks} KV blocks of {cache.block_size} tokens would take {_bytes(num_bytes)}"
+    blocks = f"{named} would take {_bytes(num_bytes)}"
     each = f" for each of {neighbours} instances" * (neighbours > 1)
     if num_bytes * neighbours > most_memory():
         raise TooLittleMemory(

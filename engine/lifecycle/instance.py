@@ -68,6 +68,8 @@ class InstanceProcess:
         self._mesh = config.mesh
         self._keys = keys
         self._config = config.engine
+        self._asked_requests = config.engine.scheduler.max_num_seqs
+        """``--max-num-seqs`` of its own command line, not of the mesh."""
         self._log_level = config.log_level
         self._name = os.environ.get(process.INSTANCE_VARIABLE) or uuid.uuid4().hex[:12]
         self._server: Server | None = None
@@ -368,7 +370,7 @@ class InstanceProcess:
 
     def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> CacheSize:
         try:
-            return size_cache(self._config, facts, executor.free_kv_memory, neighbours)
+            return size_cache(self._config, facts, executor.free_kv_memory, neighbours, self._asked_requests)
         except TooLittleMemory as error:
             raise InstanceEnded(process.EXIT_FAILED, str(error)) from error
 

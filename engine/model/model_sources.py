@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.model.impossible_sizes import why_sizes_refused
 from engine.model.quantization.formats import why_refused
 
 EXPERTS_INTERFACE = "use_experts_implementation"
@@ -161,17 +162,19 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
     if not is_whole and (problem := why_another_head(architecture, named)):
         return problem
     code = _modeling_code(text_type)
-    has_states = STATEFUL in code or LINEAR_ATTENTION in code
-    if has_states and not any(update in code for update in STATE_UPDATES):
+    is_stateful = STATEFUL in code or LINEAR_ATTENTION in code
+    if is_stateful and not any(update in code for update in STATE_UPDATES):
         return OWN_STATE
     if INDEXER_CLASS.search(code) and not any(all(part in code for part in kind) for kind in INDEXERS):
         return UNKNOWN_INDEXER
-    if not has_states and not calls_interface(text_type):
+    if not is_stateful and not calls_interface(text_type):
         return f"is not served: {NOT_THROUGH_INTERFACE}"
     is_decoder = text.get("is_decoder", defaults.get("is_decoder"))
     if is_decoder is False and TWO_SIDED.search(code):
         return NO_DECODER
-    return why_layers_unsupported(_layer_types(text))
+    return why_layers_unsupported(_layer_types(text)) or why_sizes_refused(
+        text, defaults, has_states=has_states(text)
+    )
 
 
 def why_unknown(model_type: str) -> str:

@@ -38,7 +38,7 @@ def sized(**cache: int) -> tuple[int, int]:
 STATE = 10 * BLOCK
 
 
-def sized_with_states(**cache: int) -> CacheSize:
+def sized_with_states(asked_requests: int | None = None, **cache: int) -> CacheSize:
     """The same of a model with two kinds of state, of ten blocks' bytes together."""
     kinds = [BoundaryKind(label=label, grid=64, num_bytes=STATE // 2) for label in ("one", "other")]
     config = EngineConfig(
@@ -46,7 +46,8 @@ def sized_with_states(**cache: int) -> CacheSize:
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(max_num_seqs=2),
     )
-    return size_cache(config, msgspec.structs.replace(FACTS, boundaries=kinds), lambda: 10_000 * BLOCK, 1)
+    facts = msgspec.structs.replace(FACTS, boundaries=kinds)
+    return size_cache(config, facts, lambda: 10_000 * BLOCK, 1, asked_requests)
 
 
 def test_states_and_blocks_share_memory_by_what_requests_can_use() -> None:
@@ -61,6 +62,27 @@ def test_memory_without_room_for_states_is_refused_with_the_numbers() -> None:
         sized_with_states(kv_cache_memory_bytes=19 * BLOCK)
     with pytest.raises(TooLittleMemory, match="too little for one block"):
         sized_with_states(kv_cache_memory_bytes=20 * BLOCK)
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [(90, 8), (45, 4), (42, 4)])
+def test_states_of_all_requests_that_were_asked_for_fit(blocks: int, slots: int) -> None:
+    size = sized_with_states(asked_requests=2, kv_cache_memory_bytes=blocks * BLOCK)
+    assert size.num_boundaries == slots
+    assert size.num_blocks == min(20, blocks - 10 * slots)
+
+
+def test_more_requests_than_states_fit_are_refused_with_the_numbers() -> None:
+    named = r"--max-num-seqs 2: 2 states of 10.0 KiB for each .* take 42.0 KiB, and 41.0 KiB .* hold 1: lower"
+    with pytest.raises(TooLittleMemory, match=named):
+        sized_with_states(asked_requests=2, kv_cache_memory_bytes=41 * BLOCK)
+
+
+def test_states_count_in_what_is_more_than_there_is_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "most_memory", lambda: 20 * BLOCK)
+    with pytest.raises(
+        TooLittleMemory, match=r"7 KV blocks of 16 tokens and 16 recurrent states of 10.0 KiB"
+    ):
+        sized_with_states(num_gpu_blocks_override=7)
 
 
 def test_free_memory_is_shared_and_what_is_asked_for_is_not() -> None:

@@ -565,6 +565,30 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "llama", "max_position_embeddings": 8},
         "--max-model-len 9",
     ),
+    "a chunk without tokens": (
+        {"model_type": "granitemoehybrid", "mamba_chunk_size": 0},
+        "SomeForCausalLM has mamba_chunk_size 0 in its config.json, which must be above 0",
+    ),
+    "value heads that key heads do not divide": (
+        {"model_type": "qwen3_next", "linear_num_value_heads": 32, "linear_num_key_heads": 12},
+        "has linear_num_value_heads 32 and linear_num_key_heads 12 in its config.json, which do not divide",
+    ),
+    "heads of states that groups do not divide": (
+        {"model_type": "nemotron_h", "mamba_num_heads": 100},  # 8 groups, where the file is silent
+        "has mamba_num_heads 100 and n_groups 8 in its config.json, which do not divide",
+    ),
+    "an indexer that chooses no key": (
+        {"model_type": "deepseek_v32", "index_topk": 0},
+        "has index_topk 0 in its config.json, which must be above 0",
+    ),
+    "linear biases of heads that share one key": (
+        {"model_type": "falcon", "alibi": True},
+        "has linear biases (ALiBi) and 71 attention heads that share 1 KV heads",
+    ),
+    "linear biases of heads that share keys": (
+        {"model_type": "falcon", "alibi": True, "new_decoder_architecture": True, "num_kv_heads": 8},
+        "has linear biases (ALiBi) and 71 attention heads that share 8 KV heads",
+    ),
     "heads that do not divide": (
         {"model_type": "llama", "num_attention_heads": 3},
         "--tensor-parallel-size 2",
@@ -615,6 +639,8 @@ def test_weights_are_fetched_of_the_commit_that_was_looked_at(
 SERVED: dict[str, dict[str, Any]] = {
     "all layers of a hybrid attend": {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2},
     "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+    "linear biases with a key for each head": {"model_type": "falcon", "alibi": True, "multi_query": False},
+    "a chunk that is no multiple of the grid": {"model_type": "granitemoehybrid", "mamba_chunk_size": 24},
     "sliding windows": {"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]},
     "a language part": {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}},
     "a legacy key that makes no layer sparse": {
