@@ -43,22 +43,29 @@ def numerics_of(
     Raises:
         CheckpointError: workers on several hosts read different weights.
     """
+    return class_of(facts_of(settings, model, directory, workers))
+
+
+def facts_of(settings: Settings, model: ModelConfig, directory: str, workers: Sequence[Arithmetic]) -> Facts:
+    """All that decides the bits of an instance with these settings and workers.
+
+    Raises:
+        CheckpointError: workers on several hosts read different weights.
+    """
     found = sorted({worker.weights for worker in workers})
     if len(found) > 1:
         raise CheckpointError(
             f"workers of this instance read different weights (digests {', '.join(found)}): give all hosts "
             "the same copy of the model"
         )
-    return class_of(
-        Facts(
-            model=settings.fingerprint,
-            weights=(model.online or weight_format(directory)) if model.reads_weights else "dummy",
-            dtype=settings.dtype,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            has_whole_experts=settings.tensor_parallel_size > 1 and settings.enable_expert_parallel,
-            angles_for=settings.max_model_len if angles_follow_length(directory) else 0,
-            workers=tuple(workers),
-            versions=versions(),
-        )
+    return Facts(
+        model=settings.fingerprint,
+        weights=(model.online or weight_format(directory)) if model.reads_weights else "dummy",
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        has_whole_experts=settings.tensor_parallel_size > 1 and settings.enable_expert_parallel,
+        angles_for=settings.max_model_len if angles_follow_length(directory) else 0,
+        workers=tuple(workers),
+        versions=versions(),
     )

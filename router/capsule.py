@@ -8,6 +8,7 @@ digest shows that it was edited or cut off; it is no signature.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from typing import Annotated
 
@@ -29,8 +30,21 @@ Seed = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}$")]
 """A seed in decimal digits: as numbers, many programs would round it to 53 bits."""
 
 
+class CapsuleProblem(enum.StrEnum):
+    """Kind of a :class:`CapsuleError`."""
+
+    UNREADABLE = "unreadable"
+    """Cut off, or no capsule at all."""
+    VERSION = "version"
+    EDITED = "edited"
+
+
 class CapsuleError(Exception):
     """Missing or unusable capsule; the message is for its owner."""
+
+    def __init__(self, message: str, problem: CapsuleProblem = CapsuleProblem.UNREADABLE) -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 class CapsuleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,16 +154,19 @@ def read(text: bytes) -> Capsule:
             named = "has no version" if version is None else f"has format {version}"
             raise CapsuleError(
                 f"the capsule {named}, and this version of Lockstep reads format {FORMAT}: "
-                "use the version of Lockstep that made it"
+                "use the version of Lockstep that made it",
+                CapsuleProblem.VERSION,
             )
         capsule = msgspec.json.decode(text, type=Capsule)
     except msgspec.ValidationError as error:
-        raise CapsuleError(f"the capsule was edited, or is none: {error}") from error
+        raise CapsuleError(f"the capsule was edited, or is none: {error}", CapsuleProblem.EDITED) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CapsuleError(f"the capsule is cut off, or no JSON: {error}") from error
     if capsule.digest != digest_of(capsule):
         raise CapsuleError(
-            "the capsule was edited after it was made, as its digest shows: use the answer as it was received"
+            "the capsule was edited after it was made, as its digest shows: "
+            "use the answer as it was received",
+            CapsuleProblem.EDITED,
         )
     return capsule
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,13 +26,13 @@ class RecordedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of one sample, with their log-probabilities, and its end."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprob, ...]
-    """One per token."""
+    logprobs: tuple[Logprob, ...] | None
+    """One per token; None where the client wanted tokens only."""
     finish_reason: str
     stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.logprobs):
+        if self.logprobs is not None and len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probabilities")
 
 
@@ -45,6 +45,14 @@ class Recorder:
 
     def __repr__(self) -> str:
         return f"<Recorder of {len(self._token_ids)} tokens>"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def at(self, index: int) -> tuple[int, Logprob]:
+        """A token and its log-probability."""
+        return self._token_ids[index], self._logprobs[index]
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Record the next tokens; ``logprobs`` has one entry for each of them, or more."""
@@ -82,14 +90,17 @@ def first_difference(
 ) -> Difference | None:
     """Where ``found`` differs from ``expected`` in any bit; None if it does not.
 
+    Only tokens are compared where one has no log-probabilities.
+
     ``up_to``: number of tokens that count, for a sample whose further ones another class computed.
     """
-    ours, theirs = _tokens(expected, up_to), _tokens(found, up_to)
+    alone = expected.logprobs is None or found.logprobs is None
+    ours, theirs = _tokens(expected, up_to, alone=alone), _tokens(found, up_to, alone=alone)
     for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return Difference(index, one, other)
     shorter = min(len(ours), len(theirs))
-    ends = _end(expected), _end(found)
+    ends = end_of(expected), end_of(found)
     if len(ours) == len(theirs) and (ends[0] == ends[1] or len(ours) == up_to):
         return None
     return Difference(
@@ -98,6 +109,14 @@ def first_difference(
         theirs[shorter] if len(theirs) > shorter else None,
         *ends,
     )
+
+
+def shown_token(token: tuple[int, Logprob] | None, end: str, text_of: Callable[[int], str]) -> str:
+    """A token with its text and log-probability, or the end that stands there instead."""
+    if token is None:
+        return f"end by {end}"
+    token_id, logprob = token
+    return f"{token_id} {text_of(token_id)} with log-probability {logprob} (bits {bits_of(logprob)})"
 
 
 def bits_of(logprob: Logprob) -> str:
@@ -113,10 +132,14 @@ def bits_of(logprob: Logprob) -> str:
     return (short if is_float32 else whole).hex()
 
 
-def _tokens(sample: RecordedSample, up_to: int | None) -> list[tuple[int, Logprob]]:
-    return list(zip(sample.token_ids[:up_to], sample.logprobs[:up_to], strict=True))
+def _tokens(sample: RecordedSample, up_to: int | None, *, alone: bool) -> list[tuple[int, Logprob]]:
+    ids = sample.token_ids[:up_to]
+    if alone or sample.logprobs is None:
+        return [(each, None) for each in ids]
+    return list(zip(ids, sample.logprobs[:up_to], strict=True))
 
 
-def _end(sample: RecordedSample) -> str:
+def end_of(sample: RecordedSample) -> str:
+    """Reason for which a sample ended, with what stopped it."""
     reason = sample.finish_reason
     return reason if sample.stop_reason is None else f"{reason} ({sample.stop_reason!r})"

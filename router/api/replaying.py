@@ -70,7 +70,7 @@ class Replaying:
             await self._grammars.check_unchanged(wanted.params.grammar, "params.grammar")
         rank = ranks[next(self._turn) % len(ranks)]
         terms = RequestTerms(id=f"replay-{request.state.request_id}", key=key_of(request), rank=rank)
-        sample = sample_of(wanted, model, terms)
+        sample = sample_of(wanted, model, terms, Recorder())
 
         def body_of(_: object) -> bytes:
             return encode(
@@ -194,8 +194,10 @@ def _size_of(budget: ThinkingBudget) -> int:
     return len(budget.begin) + sum(map(len, budget.begin)) + len(budget.end)
 
 
-def sample_of(wanted: ReplayRequest, model: TextModel, terms: RequestTerms) -> OutputStream:
-    """The sample of a capsule, ready to be computed again.
+def sample_of(
+    wanted: ReplayRequest, model: TextModel, terms: RequestTerms, recorder: Recorder
+) -> OutputStream:
+    """The sample of a capsule, ready to be computed again and recorded.
 
     Its salt is new, so that nothing is taken from the prefix cache: all of it is computed again.
     """
@@ -212,4 +214,4 @@ def sample_of(wanted: ReplayRequest, model: TextModel, terms: RequestTerms) -> O
         repeatable=True,
     )
     stops = StopStrings(params.stop) if params.stop else None
-    return OutputStream(0, with_logprobs(prompt), params, model.tokenizer, stops=stops, recorder=Recorder())
+    return OutputStream(0, with_logprobs(prompt), params, model.tokenizer, stops=stops, recorder=recorder)

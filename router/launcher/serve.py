@@ -457,6 +457,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
         _of("router.tools.replay.command"),
         "compute saved answers again, from their capsules, and compare them to the bit",
     ),
+    "verify": (
+        _of("router.tools.verify.command"),
+        "check saved answers against a checkpoint in one process, without a mesh",
+    ),
     "keygen": (_of("router.tools.keygen"), "make the key of a mesh over several hosts"),
     "kernels": (
         _of("router.tools.build_kernels"),

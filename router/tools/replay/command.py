@@ -6,18 +6,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from coordinator.process import process
 from coordinator.settings.flags import Count, flag, parse
-from router.capsule import CapsuleError, found_in, read
 from router.launcher.endpoint_config import EndpointConfig
 from router.tools.api_client import Api, ServerError
 from router.tools.local_mesh import mesh
-from router.tools.replay.run import Replay, Saved
+from router.tools.replay.run import Replay
+from router.tools.replay.saved import Files, read_files
 
 PROG = "lockstep replay"
 
@@ -25,14 +24,7 @@ PROG = "lockstep replay"
 class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Replay."""
 
-    files: Annotated[
-        tuple[str, ...],
-        flag(
-            positional=True,
-            help="Saved answers with a capsule: bodies, streams, JSON lines, or capsules alone; - reads "
-            "standard input.",
-        ),
-    ] = ()
+    files: Files = ()
     url: Annotated[
         str | None, flag(help="URL of the server, with or without /v1; unset: that of --host and --port.")
     ] = None
@@ -64,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Compute saved answers again, from their capsules, and compare them to the bit.",
         shares_file=True,
     )
-    found, num_unusable = read_files(config.files)
+    found, problems = read_files(config.files)
+    for problem in problems:
+        _complain(problem.message)
     if not found:
         return process.EXIT_USAGE
     try:
@@ -75,42 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         return process.EXIT_USAGE
     except KeyboardInterrupt:  # the interpreter's end would wait for the answers that are under way
         os._exit(process.EXIT_INTERRUPTED)
-    outcome.unusable += num_unusable
+    outcome.unusable += len(problems)
     print(outcome)
     if outcome.unusable:
         return process.EXIT_USAGE
     return process.EXIT_FAILED if outcome.different else 0
-
-
-def read_files(files: tuple[str, ...]) -> tuple[list[Saved], int]:
-    """The capsules of all files, and how many others cannot be read; errors are printed."""
-    found: list[Saved] = []
-    num_unusable = 0
-    for file in files:
-        saved, problems = read_file(file)
-        found += saved
-        num_unusable += len(problems)
-        for problem in problems:
-            _complain(problem)
-    return found, num_unusable
-
-
-def read_file(file: str) -> tuple[list[Saved], list[str]]:
-    """The capsules of a file, and what is wrong with those that cannot be read."""
-    shown = "standard input" if file == "-" else file
-    try:
-        texts = found_in(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes())
-    except OSError as error:
-        return [], [f"{shown} cannot be read: {error.strerror or error}"]
-    except CapsuleError as error:
-        return [], [f"{shown}: {error}"]
-    found, problems = [], []
-    for place, text in texts:
-        try:
-            found.append(Saved(f"{shown}: {place}", read(text)))
-        except CapsuleError as error:
-            problems.append(f"{shown}: {place}{error}")
-    return found, problems
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ import msgspec
 from coordinator.numerics import UNKNOWN, VARIANT, Numerics
 from router.capsule import Capsule, CapsulePrompt, CapsuleSample, ReplayAnswer, ReplayRequest
 from router.errors import one_line
-from router.recorded import Difference, Logprob, bits_of, first_difference
+from router.recorded import Difference, first_difference, shown_token
 from router.tools.api_client import Api, NoApi, ServerError
+from router.tools.replay.saved import MOST_CHARACTERS, Saved, line_of
 
 BUSY = (429, 503)
 """Status of a server that has no room now."""
@@ -24,18 +25,7 @@ FOR_ALL = (0, 401, 403, 404, 405)
 
 Others are about one capsule.
 """
-MOST_CHARACTERS = 2000
-"""Characters of a printed line: capsules may come from anybody."""
 NOT_PROMISED = "its class is variant, which promises no equal bits: "
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Capsule with its place in a file."""
-
-    place: str
-    """The file, and the line there, to stand before a remark."""
-    capsule: Capsule
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ class Replay:
                 outcome.different += bool(lines)
                 outcome.equal += not lines
                 for line in lines or [_equal(saved.capsule, replayed)]:
-                    print(saved.place + one_line(f"{saved.capsule.id}: {line}", MOST_CHARACTERS), flush=True)
+                    print(line_of(saved, line), flush=True)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return outcome
@@ -168,20 +158,13 @@ class Replay:
                 continue
             assert each.answer is not None
             promise = NOT_PROMISED if each.is_variant else ""
-            expected = self._shown(difference.expected, difference.expected_end)
-            found = self._shown(difference.found, difference.found_end)
+            expected = shown_token(difference.expected, difference.expected_end, self._text)
+            found = shown_token(difference.found, difference.found_end, self._text)
             yield (
                 f"{promise}sample {each.sample.index} differs at token {difference.index} of "
                 f"{len(each.sample.result.token_ids)}: {expected} in the capsule, {found} from instance "
                 f"{each.answer.dp_rank}"
             )
-
-    def _shown(self, token: tuple[int, Logprob] | None, end: str) -> str:
-        """A token with its text and log-probability, or the end that stands there instead."""
-        if token is None:
-            return f"end by {end}"
-        token_id, logprob = token
-        return f"{token_id} {self._text(token_id)} with log-probability {logprob} (bits {bits_of(logprob)})"
 
     def _text(self, token_id: int) -> str:
         """A token's text; its bare number says enough where the server has none."""

@@ -1,0 +1,1 @@
+"""Second computation of recorded answers, by a model in the same process."""

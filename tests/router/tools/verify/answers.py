@@ -1,0 +1,112 @@
+"""Capsules of answers that a model in this process gives, truthful or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coordinator.numerics import Numerics
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from engine.messages import Delta, Submit
+from engine.model.finding import MODELS_DIRECTORY
+from engine.sampling import SamplingParams
+from engine.verification.scorer import Recorded, Scorer
+from router.api.capsules import capsule_of, model_of
+from router.api.headers import RequestTerms
+from router.api.replaying import sample_of
+from router.capsule import Capsule, ReplayRequest, read, written
+from router.config import HttpConfig
+from router.mesh import ServedModel
+from router.recorded import Recorder
+from router.text.text_model import TextModel, load_text_model
+
+DIRECTORY = MODELS_DIRECTORY / "lockstep-moe"
+PROMPT = "It was a dark and stormy night, and"
+ROOM = 1 << 27
+"""Bytes of a scorer's KV cache."""
+
+
+class Server:
+    """A model that answers, and makes a capsule of each answer."""
+
+    def __init__(self, directory: Path = DIRECTORY, kept: Any = "auto", quantization: Any = None) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype="bfloat16", quantization=quantization),
+            cache=CacheConfig(kv_cache_dtype=kept, kv_cache_memory_bytes=ROOM),
+            device=DeviceConfig(device="cpu"),
+        )
+        self._scorer = Scorer(config, 1)
+        self.numerics = self._scorer.numerics
+        served = ServedModel(
+            (str(directory),),
+            str(directory),
+            self._scorer.vocab_size,
+            self._scorer.max_model_len,
+            self._scorer.fingerprint,
+        )
+        self.text = load_text_model(served, HttpConfig())
+
+    def answer(
+        self,
+        params: SamplingParams,
+        *,
+        text: str = PROMPT,
+        samples: int = 1,
+        seed: int = 7,
+        claimed: Numerics | None = None,
+    ) -> Capsule:
+        """The capsule of an answer, drawn token by token; ``claimed``: the class that it names."""
+        numerics = claimed or self.numerics
+        ids = self.text.tokenizer.encode(text, add_special_tokens=True)
+        streams, wanted = [], []
+        for index in range(samples):
+            request = ReplayRequest(
+                model=model_of(self.text),
+                numerics=numerics,
+                prompt_ids=ids,
+                params=params,
+                seed=str(seed),
+                sample_index=index,
+            )
+            stream = sample_of(request, self.text, RequestTerms(id=f"cmpl-{index}"), Recorder())
+            stream.index, stream.fingerprint = index, numerics.fingerprint
+            streams.append(stream)
+            asked = stream.prompt
+            submit = Submit(0, asked.request_id, asked.prompt_ids, asked.params, asked.seed, index)
+            wanted.append(Recorded(submit, ()))
+
+        def take(index: int, delta: Delta) -> bool:
+            streams[index].take(delta)
+            return streams[index].finish_reason is not None
+
+        assert self._scorer.compute(wanted, take) == {}
+        return read(capsule_of("cmpl-1", 1, self.text, {numerics: [0]}, params, streams))
+
+
+@cache
+def honest() -> Server:
+    """Server of the shipped model, as it is."""
+    return Server()
+
+
+def edited(capsule: Capsule, sample: dict[str, Any] | None = None, **prompt: Any) -> Capsule:
+    """The capsule with other fields of its first prompt or sample, and their digest."""
+    fields = msgspec.json.decode(msgspec.json.encode(capsule))
+    fields["prompts"][0] |= prompt
+    fields["prompts"][0]["samples"][0]["result"] |= sample or {}
+    return read(written(msgspec.json.decode(msgspec.json.encode(fields), type=Capsule)))
+
+
+def named_as(capsule: Capsule, text: TextModel) -> Capsule:
+    """The capsule under the name and digests of another model."""
+    return read(written(msgspec.structs.replace(capsule, model=model_of(text))))
+
+
+def save(path: Path, capsules: Sequence[Capsule]) -> str:
+    """A file with capsules, one a line."""
+    path.write_bytes(b"\n".join(map(written, capsules)))
+    return str(path)
