@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -23,10 +26,35 @@ SHIPPED_VOCAB = 4096
 LONGEST = 16384
 """Context length of a model that is served."""
 
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid_dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
+    ),
+}
+"""Name -> model type, and sizes of a form that its published models have, too."""
+EACH_PUSH = ["lfm2", "nemotron_h", "qwen3_next"]
+NATIVE = [
+    *EACH_PUSH,
+    *("lfm2_moe", "lfm3", "mamba2", "granitemoehybrid", *FORMS, "bamba", "falcon_h1"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+]
+"""Families that the native kernels compute."""
+BY_TORCH = ["zamba2", "jamba", "bailing_hybrid", "falcon_mamba", "mamba", "zamba"]
+"""Families that torch alone computes."""
+
+
+def at_night(families: Sequence[str], each_push: Sequence[str]) -> list[Any]:
+    """Parameters of a test that runs with few families for each push, with all at night."""
+    return [
+        family if family in each_push else pytest.param(family, marks=pytest.mark.nightly)
+        for family in families
+    ]
+
 
 def make_state_model(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny model of a family and return its directory."""
-    return _make(make_config(family), directory, dtype)
+    return _make(_config(family), directory, dtype)
 
 
 def make_servable_model(directory: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -37,10 +65,15 @@ def make_servable_model(directory: Path, family: str, dtype: torch.dtype = torch
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    _make(make_config(family, **sizes), directory, dtype)
+    _make(_config(family, **sizes), directory, dtype)
     for name in SHIPPED_FILES:
         shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / name, directory)
     return directory
+
+
+def _config(family: str, **sizes: Any) -> PreTrainedConfig:
+    model_type, own = FORMS.get(family, (family, {}))
+    return make_config(model_type, **sizes, **own)
 
 
 def _make(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path:

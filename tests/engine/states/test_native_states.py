@@ -19,18 +19,13 @@ from tests.engine.compute.test_runner import load as load_model
 from tests.engine.invariance.answers import ALONE, How, Instance, load, run, settings
 from tests.engine.invariance.mixed import requests
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.states.models import make_state_model
+from tests.engine.states.models import EACH_PUSH, NATIVE, at_night, make_state_model
 from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
 LENGTHS = (5, 37, 3, NATIVE_GRID - 2, 1, 2 * GRID + 9, NATIVE_GRID)
 NUM_NEW = 2 * NATIVE_GRID + 2
-EACH_PUSH = ["lfm2", "nemotron_h", "qwen3_next"]
-AT_NIGHT = [
-    *("lfm2_moe", "lfm3", "mamba2", "granitemoehybrid", "bamba", "falcon_h1"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +33,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
-    "family", [*EACH_PUSH, *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
-)
+@pytest.mark.parametrize("family", at_night(NATIVE, EACH_PUSH))
 def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
     make_state_model(tmp_path, family)
     numbers = random.Random(3)

@@ -10,40 +10,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.kernels.core import library
 from engine.messages import Counters, Submit
 from engine.sampling import SamplingParams
 from engine.states.grid import GRID
 from tests.engine.compute.test_runner import GREEDY, load, make_driver
 from tests.engine.invariance import answers
 from tests.engine.invariance.answers import PEER, Answer, How, run, step
-from tests.engine.states.models import make_state_model
+from tests.engine.states.models import BY_TORCH, EACH_PUSH, NATIVE, at_night, make_state_model
 from tests.engine.tiny_models import VOCAB
 from tests.nightly import NIGHTLY
 
-EACH_PUSH = ["qwen3_next", "nemotron_h"]
-AT_NIGHT = [
-    *(
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "granitemoehybrid",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "falcon_h1",
-        "bamba",
-    ),
-    *(
-        "zamba2",
-        "olmo_hybrid",
-        "kimi_linear",
-        "mamba2",
-        "jamba",
-        "bailing_hybrid",
-        "falcon_mamba",
-        "mamba",
-        "zamba",
-    ),
-]
+needs_kernels = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
+
 LENGTHS = (5, 37, 3, GRID - 2, 2 * GRID + 9)
 NUM_NEW = 8
 
@@ -65,9 +44,7 @@ def generated(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
         ]
 
 
-@pytest.mark.parametrize(
-    "family", [*EACH_PUSH, *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
-)
+@pytest.mark.parametrize("family", at_night([*NATIVE, *BY_TORCH], ["qwen3_next", "nemotron_h"]))
 def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
     make_state_model(tmp_path, family)
     numbers = random.Random(3)
@@ -101,17 +78,28 @@ def many_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [EACH_PUSH[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in [EACH_PUSH[1], *AT_NIGHT])],
+    ("family", "numerics"),
+    [
+        pytest.param("qwen3_next", "auto", marks=needs_kernels),
+        *(
+            pytest.param(family, "auto", marks=[needs_kernels, pytest.mark.nightly])
+            for family in NATIVE
+            if family != "qwen3_next"
+        ),
+        *(pytest.param(family, "torch", marks=pytest.mark.nightly) for family in [*EACH_PUSH, *BY_TORCH]),
+    ],
 )
-def test_many_requests_at_once_have_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
+def test_many_requests_at_once_have_the_tokens_of_generate(
+    family: str, numerics: str, tmp_path: Path
+) -> None:
     """Answers in chunks, behind hits, preempted, in used slots, beside aborted requests."""
     make_state_model(tmp_path, family)
     prompts = many_prompts()
     expected = dict(enumerate(generated(tmp_path, prompts)))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     submits = [Submit(index, str(index), prompt, params, 0) for index, prompt in enumerate(prompts)]
-    instance = answers.load(tmp_path, dtype="float32")
+    instance = answers.load(tmp_path, dtype="float32", numerics=numerics)
+    assert (instance.executor._program is None) == (numerics == "torch")
 
     def tokens(how: How, some: list[Submit]) -> dict[int, list[int]]:
         found, counted = instance.answers(some, how)
