@@ -187,7 +187,11 @@ def _read_model(
     reader = ModuleReader(info, settings, *class_of(info, settings), dtype)
     if reader.is_dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
-    sharded = None if shard.is_whole else sharded_class(reader.model_class, reader.config, shard, share)
+    sharded = None
+    if not shard.is_whole:
+        sharded = sharded_class(
+            reader.model_class, reader.config, shard, share, whole_states=device.type == "cpu"
+        )
     is_coded = not reader.is_dummy and reads_codes(device) and reader.is_quantised
     module = _read_module(reader, sharded, share, device, torch.device("cpu") if is_coded else device)
     coded = CodedLayers()

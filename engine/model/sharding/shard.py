@@ -20,6 +20,7 @@ import torch
 from engine.attention.base import CHOSEN_KEYS
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertShare, expert_modules, keep_experts, spread_modules
+from engine.states.layers import has_state
 from parallel.communicators.base import Communicator
 from parallel.pipeline_parallel import balanced_split, check_split, layers_of
 from parallel.tensor_parallel import TensorRank
@@ -239,11 +240,17 @@ class ShardedClass:
 
 
 def sharded_class(
-    model_class: Any, config: Any, shard: Shard, share: ExpertShare | None = None
+    model_class: Any,
+    config: Any,
+    shard: Shard,
+    share: ExpertShare | None = None,
+    *,
+    whole_states: bool = False,
 ) -> ShardedClass:
     """Prepare to make the shard of a model.
 
     With ``share``, its experts are not cut: those of the share are kept whole, of the layers of this stage.
+    ``whole_states``: each rank has all weights of layers whose recurrent states it computes whole anyway.
 
     Raises:
         CheckpointError: this family cannot be cut so; the message says why and what to do.
@@ -264,6 +271,8 @@ def sharded_class(
     plan = tensor_plan(name, whole) if shard.size > 1 else {}
     if share is not None:
         plan = _without_experts(plan, whole)
+    if whole_states:
+        plan = _without_gathered_states(name, plan, whole)
     result = ShardedClass(whole, None, shard, layers, plan, share)
     tied = whole.get_output_embeddings() is not None and bool(whole.all_tied_weights_keys)
     result.ties_head = tied and shard.is_last and not shard.is_first
@@ -316,12 +325,33 @@ def tensor_plan(name: str, whole: Any) -> dict[str, str]:
 
 def _without_experts(plan: dict[str, str], whole: Any) -> dict[str, str]:
     """A plan that leaves experts alone."""
-    experts = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in spread_modules(whole)}
+    experts = {_starred(path) for path in spread_modules(whole)}
     return {
         path: style
         for path, style in plan.items()
         if path not in experts and path.rpartition(".")[0] not in experts
     }
+
+
+def _without_gathered_states(name: str, plan: dict[str, str], whole: Any) -> dict[str, str]:
+    """A plan without products whose outputs a layer with a state gathers again.
+
+    The native kernels do not gather, and the states are those of all heads either way.
+    """
+    layers = {_starred(path) for path, part in whole.named_modules() if has_state(part)}
+    left = {
+        path: style
+        for path, style in plan.items()
+        if style != "colwise_gather_output" or path.rpartition(".")[0] not in layers
+    }
+    if len(left) < len(plan):
+        logger.info("%s: layers with a recurrent state are whole on every worker", name)
+    return left
+
+
+def _starred(path: str) -> str:
+    """A module's path as plans name it, with ``*`` for numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 USUAL_BASE = "model"

@@ -36,7 +36,7 @@ from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.invariance.spread import Group, Members, in_shared_memory
 from tests.engine.scheduling.test_grammar import Troubled
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.states.models import make_servable_model
+from tests.engine.states.models import at_night, make_servable_model
 from tests.engine.tiny_models import make_tiny_model
 from tests.parallel.thread_group import thread_group
 from tests.router.tiny_tokenizer import byte_level
@@ -141,7 +141,7 @@ def quick_turns() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-@pytest.fixture(scope="module", params=[SHIPPED_MODEL, "mixtral"])
+@pytest.fixture(scope="module", params=[SHIPPED_MODEL, "mixtral", *at_night(HYBRIDS)])
 def mixture(request: pytest.FixtureRequest, models: Callable[[str], Model]) -> Model:
     """A model with experts."""
     return models(request.param)
@@ -495,20 +495,19 @@ def test_what_changes_bits_names_another_class(what: dict[str, Any], models: Cal
 @pytest.mark.diagonal("column", "mixture", columns=2, each=1)
 def test_tensor_parallel_ranks_change_nothing(column: str, mixture: Model) -> None:
     """Ranks that add up in shared memory, or through their communicator."""
-    submits, config = mixture.submits(column), settings(mixture.directory, tensor_parallel_size=2)
+    submits, config = mixture.submits(column), mixture.settings(tensor_parallel_size=2)
     for group in (in_shared_memory, thread_group):
-        executor = ThreadedShards(settings(mixture.directory), mixture.instance.info, tp=2, group=group)
-        executor.load(lambda _phase: None)
-        instance = Instance(mixture.directory, executor)
+        executor = ThreadedShards(mixture.settings(), mixture.instance.info, tp=2, group=group)
+        instance = Instance(mixture.directory, executor, facts=executor.load(lambda _phase: None))
         for how in (ALONE, How(), How(budget=64, ngrams=True)):
             assert instance.answers(submits, how)[0] == mixture.alone(column)
-        assert class_of(instance, config) == class_of(mixture.instance, settings(mixture.directory))
+        assert class_of(instance, config) == class_of(mixture.instance, mixture.settings())
         executor.close()
 
 
 def test_whole_experts_on_ranks_change_nothing(mixture: Model) -> None:
     """``-tp 2`` cuts experts, unless ``-ep`` spreads whole ones over the ranks of all instances."""
     for size in (1, 2):
-        members = Members(mixture.directory, size, ranks=2)
+        members = Members(mixture.directory, size, ranks=2, **mixture.device)
         assert members.answers(mixture.submits("greedy")) == mixture.alone("greedy")
         members.close()

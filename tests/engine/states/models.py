@@ -44,8 +44,8 @@ BY_TORCH = ["zamba2", "jamba", "bailing_hybrid", "falcon_mamba", "mamba", "zamba
 """Families that torch alone computes."""
 
 
-def at_night(families: Sequence[str], each_push: Sequence[str]) -> list[Any]:
-    """Parameters of a test that runs with few families for each push, with all at night."""
+def at_night(families: Sequence[str], each_push: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: few families for each push, all of them at night."""
     return [
         family if family in each_push else pytest.param(family, marks=pytest.mark.nightly)
         for family in families

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,22 +86,33 @@ def test_rings_of_running_requests_are_counted(tmp_path: Path) -> None:
     assert bytes_for_program(model, NATIVE_GRID, requests=10) == without + 10 * of_request > without > 0
 
 
-@pytest.mark.parametrize("split", [(2, 2), pytest.param((3, 1), marks=pytest.mark.nightly)])
-def test_stages_give_the_bits_of_one_worker(split: tuple[int, int], tmp_path: Path) -> None:
-    """Also where the last of them has no layer with a state."""
-    make_state_model(tmp_path, "lfm2", torch.bfloat16)
+at_night_only = pytest.mark.nightly
+LAYOUTS = [
+    pytest.param("lfm2", {"pp": 2, "split": (2, 2)}, [True, True]),
+    pytest.param("lfm2", {"pp": 2, "split": (3, 1)}, [True, False], marks=at_night_only),
+    pytest.param("qwen3_next", {"tp": 2}, [True] * 2),
+    pytest.param("qwen3_5_moe_text", {"tp": 2}, [True] * 2, marks=at_night_only),
+    pytest.param("qwen3_next", {"pp": 2, "tp": 2}, [True] * 4, marks=at_night_only),
+    pytest.param("lfm2_moe", {"pp": 2, "tp": 2}, [True, True, False, False], marks=at_night_only),
+]
+"""Family, numbers of workers, and which of these have layers with states."""
+
+
+@pytest.mark.parametrize(("family", "layout", "have_states"), LAYOUTS)
+def test_workers_give_the_bits_of_one(
+    family: str, layout: dict[str, Any], have_states: list[bool], tmp_path: Path
+) -> None:
+    make_state_model(tmp_path, family, torch.bfloat16)
     submits = requests(5, vocab_size=VOCAB, greedy=False, count=5, longest=80, most=10)
     whole = load(tmp_path)
     alone = whole.answers(submits, ALONE)[0]
-    executor = ThreadedShards(settings(tmp_path), whole.info, pp=2, split=split)
+    executor = ThreadedShards(settings(tmp_path), whole.info, **layout)
     try:
         facts = executor.load(lambda _phase: None)
-        stages = Instance(tmp_path, executor, facts=facts)
-        assert stages.answers(submits, How(budget=24))[0] == alone
+        workers = Instance(tmp_path, executor, facts=facts)
+        assert workers.answers(submits, How(budget=24))[0] == alone
         programs = [worker.executor._program for worker in executor.workers]
-        assert [program is not None and program.states is not None for program in programs] == [
-            True,
-            split[1] > 1,
-        ]
+        assert all(program is not None for program in programs)
+        assert [program.states is not None for program in programs] == have_states
     finally:
         executor.close()
