@@ -176,6 +176,7 @@ async def streams(
     With ``act``, all run at instance 1, and it is called once they have begun.
     """
     begun: set[int] = set()
+    all_have_begun = asyncio.Event()
 
     async def ask(client: openai.AsyncOpenAI, index: int) -> tuple[list[int], list[str]]:
         extra = {"x-data-parallel-rank": "1"} if act is not None else {}
@@ -192,12 +193,14 @@ async def streams(
                 )
             if len(found) > 3:
                 begun.add(index)
+                if len(begun) == len(prompts):
+                    all_have_begun.set()
         return found, logprobs
 
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
         asked = [asyncio.create_task(ask(client, index)) for index in range(len(prompts))]
         if act is not None:
-            await asyncio.to_thread(wait_until, lambda: len(begun) == len(prompts), 20, "all have begun")
+            await asyncio.wait_for(all_have_begun.wait(), 60)
             act()
         return await asyncio.gather(*asked)
 

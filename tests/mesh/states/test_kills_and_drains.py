@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engine.config import SHIPPED_MODEL
+from engine.kernels.core import library
 from engine.messages import Submit
 from engine.sampling import SamplingParams
 from tests.engine.invariance.answers import How, load
@@ -25,7 +26,11 @@ from tests.mesh.faults.test_transfers import of, streams
 from tests.mesh.harness import Command, Ports, serve, wait_until
 from tests.nightly import NIGHTLY
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.mesh,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
+]
 
 FLAGS = [
     *("--dtype", "bfloat16", "--num-gpu-blocks-override", "1200", "--max-num-seqs", "16"),
@@ -35,8 +40,8 @@ FAMILIES = [
     "qwen3_next",
     *(pytest.param(each, marks=pytest.mark.nightly) for each in ("nemotron_h", "lfm2_moe")),
 ]
-LENGTH, TOKENS = (300, 100) if NIGHTLY else (200, 60)
-"""Tokens of a prompt and of an answer."""
+LENGTH, TOKENS = (300, 400) if NIGHTLY else (200, 250)
+"""Tokens of a prompt, and of an answer that outlasts what happens to its instance."""
 at_night = pytest.mark.nightly
 
 Answers = list[tuple[list[int], list[str]]]
@@ -106,6 +111,7 @@ def test_streams_of_a_killed_instance_go_on_bit_for_bit(
     with model.serve(tmp_path / "log", ports, "-dp", "2", *flags, *drafts) as command:
         command.wait_for("2 instances ready")
         assert ask(ports, 4, command.child("Engine_1").kill) == model.answers(4)
+        assert moved(command)[0] > 0
         assert command.log.count("recovered in epoch") == 1
         assert "Traceback" not in command.log
         command.stop()
@@ -114,21 +120,21 @@ def test_streams_of_a_killed_instance_go_on_bit_for_bit(
 @pytest.mark.parametrize(
     "flags", [("-pp", "2"), pytest.param(("-tp", "2"), marks=at_night), pytest.param(("-pp", "2", "-tp", "2"), marks=at_night)], ids=" ".join
 )  # fmt: skip
-def test_stages_and_ranks_change_no_token(flags: tuple[str, ...], model: Model, tmp_path: Path) -> None:
+def test_stages_and_ranks_change_no_bit(flags: tuple[str, ...], model: Model, tmp_path: Path) -> None:
     ports = Ports()
     with model.serve(tmp_path / "log", ports, "-dp", "1", *flags) as command:
         command.wait_for("1 instance ready")
-        found, expected = ask(ports, 4), model.answers(4)
-        if "-tp" not in flags:
-            assert found == expected
-        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+        assert ask(ports, 4) == model.answers(4)
         end(command)
 
 
 @at_night
-def test_a_drained_instances_requests_move_with_their_states(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("-pp", "2"), ("-tp", "2")], ids=" ".join)
+def test_a_drained_instances_requests_move_with_their_states(
+    flags: tuple[str, ...], model: Model, tmp_path: Path
+) -> None:
     ports = Ports()
-    with model.serve(tmp_path / "log", ports, "-dp", "2", "--drain-timeout", "0") as command:
+    with model.serve(tmp_path / "log", ports, "-dp", "2", "--drain-timeout", "0", *flags) as command:
         command.wait_for("2 instances ready")
         assert ask(ports, 4, command.child("Engine_1").terminate) == model.answers(4)
         number, computed, cached = moved(command)
