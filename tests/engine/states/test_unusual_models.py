@@ -1,4 +1,4 @@
-"""Hybrids whose sizes fit no grid, cut or file: computed all the same, or refused by name."""
+"""Hybrids with unusual sizes, and with files that lack weights."""
 
 from __future__ import annotations
 
