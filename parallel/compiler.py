@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -28,12 +27,20 @@ from pathlib import Path
 from parallel import built_kernels
 from parallel.built_kernels import DIRECTORY_VARIABLE
 from parallel.caches import is_trusted, own_directory
-from parallel.kernel_kinds import CpuTarget
+from parallel.kernel_kinds import NEON_OPTIONS, WIDE_VECTORS, CpuTarget, architecture
 
 logger = logging.getLogger(__name__)
 
 COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared")
-NATIVE = "-march=native"
+AT_HWCAP, AT_HWCAP2 = 16, 26
+ARM_FEATURES = {
+    "asimd": (AT_HWCAP, 1),
+    "crc32": (AT_HWCAP, 7),
+    "asimddp": (AT_HWCAP, 20),
+    "i8mm": (AT_HWCAP2, 13),
+    "bf16": (AT_HWCAP2, 14),
+}
+"""Features of ARM64 CPUs: the word of the auxiliary vector that has each, and its bit."""
 ELF_HEADER = 64
 """Bytes of an ELF header."""
 TIMEOUT = 120.0
@@ -66,7 +73,7 @@ def compiled(
     if (built := _built_before(source, headers, flags, symbols)) is not None:
         return built
     compiler = _compiler()
-    options = [*COMPILE, NATIVE, *flags]
+    options = [*COMPILE, *native_options(), *flags]
     what = [*(each.read_text() for each in (source, *headers)), *compiler, *options, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(what).encode())
     directory = own_directory("kernels")
@@ -222,6 +229,10 @@ def _compiler() -> list[str]:
 @cache
 def cpu_flags() -> frozenset[str]:
     """Features of the CPU, as Linux names them."""
+    if architecture() == "aarch64":  # an emulated CPU has these, too, and the host's in /proc
+        find = ctypes.CDLL(None).getauxval
+        find.argtypes, find.restype = (ctypes.c_ulong,), ctypes.c_ulong
+        return frozenset(name for name, (word, bit) in ARM_FEATURES.items() if find(word) >> bit & 1)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -230,9 +241,14 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def is_x86() -> bool:
-    """Whether this is a CPU whose compilers take options for x86-64."""
-    return platform.machine() in ("x86_64", "AMD64")
+def native_options() -> tuple[str, ...]:
+    """Compiler options for this CPU.
+
+    On ARM64 there are none for all that it has: no kernel is faster by it, and not every compiler can tell.
+    """
+    if architecture() == "aarch64":
+        return NEON_OPTIONS
+    return ("-march=native", *(WIDE_VECTORS if architecture() == "x86_64" else ()))
 
 
 def reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Kind = Literal["amx", "avx512", "avxvnni", "avx2"]
+Kind = Literal["amx", "avx512", "avxvnni", "avx2", "neon"]
 """Name of a kind of native kernels."""
 Architecture = Literal["x86_64", "aarch64"]
 ARCHITECTURES: dict[str, Architecture] = {
@@ -36,8 +36,13 @@ AVX512_NEEDS = AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx
 AVX2_TARGET = AVX2_NEEDS | {"bmi1", "bmi2", "f16c", "movbe", "abm"}
 AVX512_TARGET = AVX2_TARGET | AVX512_NEEDS | {"avx512cd"}
 VBMI_TARGET = AVX512_TARGET | {"avx512vbmi", "avx512_vbmi2"}
-AVX512_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+WIDE_VECTORS = ("-mprefer-vector-width=512",)
+"""Option of compilers for x86-64: loops use registers as wide as the CPU has."""
+AVX2_OPTIONS = ("-march=x86-64-v3", *WIDE_VECTORS)
+AVX512_OPTIONS = ("-march=x86-64-v4", *WIDE_VECTORS, "-mavx512bf16", "-mavx512vnni")
 VBMI_OPTIONS = (*AVX512_OPTIONS, "-mavx512vbmi", "-mavx512vbmi2")
+NEON_NEEDS = frozenset({"asimd"})
+NEON_OPTIONS = ("-march=armv8-a",)
 
 
 class CpuTarget(NamedTuple):
@@ -114,8 +119,17 @@ ROWS = (
         needs=AVX2_NEEDS,
         header="vectors_avx2.hpp",
         fallback=None,
-        targets=(CpuTarget("avx2", ("-march=x86-64-v3",), AVX2_TARGET),),
+        targets=(CpuTarget("avx2", AVX2_OPTIONS, AVX2_TARGET),),
         avoids=AMX | {"avx512f", "avx_vnni"},
+    ),
+    KernelKind(
+        name="neon",
+        title="NEON",
+        architecture="aarch64",
+        needs=NEON_NEEDS,
+        header="vectors_neon.hpp",
+        fallback=None,
+        targets=(CpuTarget("neon", NEON_OPTIONS, NEON_NEEDS),),
     ),
 )
 KINDS: dict[str, KernelKind] = {row.name: row for row in ROWS}

@@ -1,4 +1,4 @@
-// The CRC-32 of zlib (polynomial 0x04C11DB7, reflected), by carry-less multiplication, and reading that checks on the way.
+// The CRC-32 of zlib (polynomial 0x04C11DB7, reflected), by carry-less multiplication or ARM64's own instruction, and reading that checks on the way.
 //
 // A message is a polynomial over GF(2), the first bit of its first byte the highest power. A register of 128 bits stands for what
 // was read so far: it is multiplied by a power of x modulo P and added to what comes that many bits later. What is left at the end
@@ -13,7 +13,12 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __aarch64__
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#else
 #include <immintrin.h>
+#endif
 
 namespace {
 
@@ -42,6 +47,30 @@ constexpr std::array<uint32_t, 256> make_table() {
 
 constexpr auto table = make_table();
 
+uint32_t by_table(uint32_t state, const uint8_t* data, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) state = state >> 8 ^ table[(state ^ data[i]) & 255];
+    return state;
+}
+
+#ifdef __aarch64__
+
+// The instruction for this polynomial.
+__attribute__((target("+crc"))) uint32_t by_narrow(uint32_t state, const uint8_t* data, int64_t size) {
+    for (; size >= 8; data += 8, size -= 8) {
+        uint64_t word;
+        std::memcpy(&word, data, 8);
+        state = __crc32d(state, word);
+    }
+    for (; size > 0; ++data, --size) state = __crc32b(state, *data);
+    return state;
+}
+
+uint32_t by_wide(uint32_t state, const uint8_t* data, int64_t size) { return by_narrow(state, data, size); }
+
+int64_t best_kind() { return getauxval(AT_HWCAP) & HWCAP_CRC32 ? NARROW : TABLE; }
+
+#else
+
 // x^n modulo P as a factor of 64 bits, whose highest bit is x^0.
 constexpr uint64_t power(int n) {
     uint32_t value = 0x80000000;
@@ -52,11 +81,6 @@ constexpr uint64_t power(int n) {
 // Factors that move 128 bits on by so many. A product of reflected numbers has one bit too few, so each is x^-1 of what it says.
 constexpr uint64_t earlier(int bits) { return power(bits + 64 - 1); }
 constexpr uint64_t later(int bits) { return power(bits - 1); }
-
-uint32_t by_table(uint32_t state, const uint8_t* data, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) state = state >> 8 ^ table[(state ^ data[i]) & 255];
-    return state;
-}
 
 #define WITH_NARROW __attribute__((target("sse4.1,pclmul")))
 #define WITH_WIDE __attribute__((target("sse4.1,pclmul,avx512f,vpclmulqdq")))
@@ -117,6 +141,14 @@ WITH_WIDE uint32_t by_wide(uint32_t state, const uint8_t* data, int64_t size) {
     return finished(sum, data, size);
 }
 
+int64_t best_kind() {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) return TABLE;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq") ? WIDE : NARROW;
+}
+
+#endif
+
 uint32_t checked(int64_t kind, uint32_t state, const uint8_t* data, int64_t size) {
     if (kind == WIDE) return by_wide(state, data, size);
     return kind == NARROW ? by_narrow(state, data, size) : by_table(state, data, size);
@@ -125,11 +157,7 @@ uint32_t checked(int64_t kind, uint32_t state, const uint8_t* data, int64_t size
 }  // namespace
 
 // The best kind that this CPU has instructions for.
-extern "C" int64_t lockstep_crc32_kind() {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) return TABLE;
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq") ? WIDE : NARROW;
-}
+extern "C" int64_t lockstep_crc32_kind() { return best_kind(); }
 
 // The CRC of spans one after the other, going on from that of what came before.
 extern "C" uint32_t lockstep_crc32(int64_t kind, uint32_t crc, const Span* spans, int64_t count) {

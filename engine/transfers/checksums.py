@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from parallel.kernel_kinds import architecture
 from parallel.native_source import NativeLibrary, NativeSource
 
 SOURCE = NativeSource(
     path=Path(__file__).with_name("checksums.cpp"),
-    needs=frozenset({"pclmulqdq", "sse4_1"}),
+    needs=frozenset({"crc32"} if architecture() == "aarch64" else {"pclmulqdq", "sse4_1"}),
     absent="checksums by zlib:",
 )
 TABLE, NARROW, WIDE = range(3)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallel.compiler import INCLUDE, is_x86
+from parallel.compiler import INCLUDE
 from parallel.links.native_links import OFF, SLOWER, NativeLinks
 from parallel.native_source import NativeLibrary, NativeSource
 from parallel.rounds.arithmetic import even_sizes
@@ -65,7 +65,6 @@ _ARGUMENTS = {
 SOURCE = NativeSource(
     path=INCLUDE / "network_collectives.cpp",
     headers=(INCLUDE,),
-    flags=("-mprefer-vector-width=512",) if is_x86() else (),
     structs={"network_group": _Group},
     off=OFF,
     absent="native collectives over the network: off,",

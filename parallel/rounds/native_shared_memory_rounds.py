@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallel.compiler import INCLUDE, is_x86
+from parallel.compiler import INCLUDE
 from parallel.links.native_links import OFF, SLOWER
 from parallel.native_source import NativeSource
 from parallel.rounds.arithmetic import TWO_STEP_BYTES, even_sizes
@@ -73,7 +73,6 @@ _ARGUMENTS = {
 SOURCE = NativeSource(
     path=INCLUDE / "collectives.cpp",
     headers=(INCLUDE,),
-    flags=("-mprefer-vector-width=512",) if is_x86() else (),
     structs={"group": _Group},
     off=OFF,
     absent="native collectives: off,",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from coordinator.process import process
 from coordinator.settings.flags import flag, parse
 from parallel import compiler
 from parallel.built_kernels import DIRECTORY_VARIABLE, TARGETS
+from parallel.kernel_kinds import ROWS, architecture
 from parallel.native_source import NativeSource
 
 TARGET_NAMES = tuple(target.name for target in TARGETS)
@@ -27,8 +29,12 @@ class BuildKernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         str, flag(positional=True, path=True, help="Directory to fill, made if it is not there.")
     ] = "kernels"
     target: Annotated[
-        tuple[str, ...], flag(help=f"Kinds of CPUs to compile for: {', '.join(TARGET_NAMES)}.")
-    ] = TARGET_NAMES
+        tuple[str, ...],
+        flag(
+            help=f"Kinds of CPUs to compile for: {', '.join(TARGET_NAMES)}; without, those of this machine's "
+            "architecture. Others need a cross compiler, named by CXX."
+        ),
+    ] = ()
     jobs: Annotated[int, Meta(ge=1), flag(help="Compilers that run at once.")] = 2
 
 
@@ -49,18 +55,24 @@ def main(argv: list[str] | None = None) -> int:
     if problem is not None:
         print(f"lockstep kernels: error: {problem}", file=sys.stderr)
         return process.EXIT_FAILED
-    print(f"Kernels for {', '.join(config.target)}; set {DIRECTORY_VARIABLE}={config.directory}")
+    print(f"Kernels for {', '.join(_wanted(config))}; set {DIRECTORY_VARIABLE}={config.directory}")
     return 0
 
 
 def _problem(config: BuildKernelsConfig) -> str | None:
     """Why kernels cannot be compiled with these settings; None if they can."""
-    if not compiler.is_x86():
-        return "there are kernels for x86-64 only; torch computes on other CPUs"
+    if not _wanted(config):
+        return f"there are no kernels for {platform.machine()}; torch computes on it"
     unknown = [name for name in config.target if name not in TARGET_NAMES]
     return (
         f"--target {' '.join(unknown)} is not known: there are {', '.join(TARGET_NAMES)}" if unknown else None
     )
+
+
+def _wanted(config: BuildKernelsConfig) -> tuple[str, ...]:
+    """Names of the targets to compile for."""
+    here = (target.name for row in ROWS if row.architecture == architecture() for target in row.targets)
+    return config.target or tuple(here)
 
 
 def _build(config: BuildKernelsConfig) -> None:
@@ -74,7 +86,7 @@ def _build(config: BuildKernelsConfig) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(config.jobs) as pool:
         for target in TARGETS:
-            if target.name not in config.target:
+            if target.name not in _wanted(config):
                 continue
             with compiler.ahead(directory, target):
                 for path in pool.map(NativeSource.compiled, _sources()):

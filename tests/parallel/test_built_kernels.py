@@ -31,6 +31,7 @@ AVX2_ONLY = ["-fopenmp", "-mno-avx512f", "-mno-amx-tile", "-mno-amx-bf16"]
         (NEEDS["avx512"] - {"avx512_bf16"}, [], "avx2"),
         (NEEDS["amx"], AVX2_ONLY, "avx2"),
         (NEEDS["avx2"] - {"fma"}, [], None),
+        (NEEDS["neon"] | {"bf16"}, [], "neon"),
     ],
 )
 def test_a_cpu_takes_the_best_target_that_it_can_run(

@@ -31,7 +31,6 @@ SOURCE = NativeSource(
     ),
     flags=(
         "-fopenmp",
-        *(("-mprefer-vector-width=512",) if compiler.is_x86() else ()),
         *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
     ),
     needs=next((row.needs for row in ROWS[::-1] if row.architecture == architecture()), AVX2_NEEDS),

@@ -19,7 +19,18 @@ GIB = 2**30
 LEAST_MEMORY = 2 * GIB
 """Bytes that one instance of even a small model takes."""
 LEAST_FILES = 4096
-CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "sve", "bf16")
+CPU_FEATURES = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "bf16",
+)
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +114,7 @@ def _instructions(machine: MachineFacts) -> Finding:
     text = ", ".join(machine.features) or "no vector instructions that matter"
     if machine.has_gpu or {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.features):
         return ok(AREA, "instructions", text)
-    if {"avx2", "fma"} <= set(machine.features):
+    if {"avx2", "fma"} <= set(machine.features) or "asimd" in machine.features:
         return ok(AREA, "instructions", f"{text}: bfloat16 is stored, and multiplied as float32")
     fix = "on this CPU, --dtype float32 may be as fast"
     return note(AREA, "instructions", f"{text}: no bfloat16 arithmetic", fix)
