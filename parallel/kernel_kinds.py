@@ -109,7 +109,7 @@ ROWS = (
         needs=AVXVNNI_NEEDS,
         header="vectors_avxvnni.hpp",
         fallback="avx2",
-        targets=(CpuTarget("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), AVX2_TARGET | AVXVNNI_NEEDS),),
+        targets=(CpuTarget("avxvnni", (*AVX2_OPTIONS, "-mavxvnni"), AVX2_TARGET | AVXVNNI_NEEDS),),
         avoids=AMX | {"avx512f"},
     ),
     KernelKind(

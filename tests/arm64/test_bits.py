@@ -1,4 +1,7 @@
-"""Kernels compiled for ARM64 have the bits of those for AVX2: each prints digests of the same made-up numbers."""
+"""Kernels for ARM64, cross-compiled, have the bits of those for AVX2.
+
+Both print digests of what they make of the same made-up numbers.
+"""
 
 from __future__ import annotations
 
