@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from engine.attention.base import LayerShape, PagedAttention
     from engine.attention.kv_codes import KVCodes
 
-Backend = Literal["TORCH_SDPA", "TORCH_FIXED", "TRITON_ATTN"]
+Backend = Literal["TORCH_SDPA", "TORCH_FIXED", "TRITON_ATTN", "TRITON_FIXED"]
 """Ways to compute attention over the KV cache.
 
-Gathered contexts on any device, the same in blocks of fixed size on a CPU, or blocks read where they are. The
-first and the last name are vLLM's.
+Gathered contexts on any device, the same in blocks of fixed size on a CPU, or blocks read where they are, by
+tiles of any size or of one. TORCH_SDPA and TRITON_ATTN are vLLM's names.
 """
 
 INTERPRET = "TRITON_INTERPRET"
@@ -48,7 +48,7 @@ def make_attention(
     ``codes``: what keys and values are kept as, None for numbers; TRITON_ATTN has none. ``memory``: gives
     tensors of zeros on a CPU; None: in memory of this process.
     """
-    if backend == "TRITON_ATTN":
+    if backend in ("TRITON_ATTN", "TRITON_FIXED"):
         assert codes is None, "codes are refused where the backend is chosen"
         from engine.attention.triton_paged import TritonPagedAttention
 
@@ -59,6 +59,7 @@ def make_attention(
             dtype=dtype,
             device=device,
             programs=programs,
+            fixed=backend == "TRITON_FIXED",
         )
     if backend == "TORCH_FIXED":
         from engine.attention.fixed_paged import FixedPagedAttention as PlainAttention

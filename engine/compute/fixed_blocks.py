@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ ELEMENTWISE = frozenset((
 """Functions of one number each, which vectors may round otherwise than single numbers."""
 
 
+Linear = Callable[..., torch.Tensor]
+"""Product of rows [..., inputs], a matrix [outputs, inputs] and a bias, as ``torch.nn.functional.linear``."""
+
+
 class UnknownOperator(Exception):
     """Error: an operator that may compute a row differently beside other rows."""
 
@@ -81,11 +86,13 @@ class UnknownOperator(Exception):
 class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
     """Context in which this thread's operators compute in blocks of fixed size."""
 
-    def __init__(self) -> None:
+    def __init__(self, linear: Linear | None = None) -> None:
+        """``linear``: computes each row of a product alike; None: in blocks of rows."""
         super().__init__()
         self.is_strict = False
         """Whether unknown operators are refused."""
         self._rules: dict[Any, Callable[..., Any]] = {}
+        self._products = _products_by(linear or _linear)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -116,10 +123,11 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
         space, _, name = str(func.overloadpacket).partition(".")
         overload = str(func).rpartition(".")[2]
         if space == "aten":
-            if name in _PRODUCTS and overload != "out":
-                return _PRODUCTS[name]
+            if name in self._products and overload != "out":
+                return self._products[name]
             if name == "mm":
-                return _mm_out
+                linear = self._products["linear"]
+                return lambda left, right, *, out: out.copy_(linear(left, right.t()))
             if name == "einsum":
                 return self._decomposed(func)
             if name in ("add", "sub", "add_", "sub_"):
@@ -189,43 +197,48 @@ def _block(flat: torch.Tensor, begin: int) -> torch.Tensor:
     return block.clone() if block.data_ptr() % ALIGNMENT else block
 
 
-def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _matmul(linear: Linear, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Matrix product like ``torch.matmul``, with stacked matrices computed one by one."""
     if left.dim() == 1:
-        return _matmul(left[None], right).squeeze(-2 if right.dim() > 1 else 0)
+        return _matmul(linear, left[None], right).squeeze(-2 if right.dim() > 1 else 0)
     if right.dim() == 1:
-        return _linear(left, right[None]).squeeze(-1)
+        return linear(left, right[None]).squeeze(-1)
     if right.dim() == 2:
-        return _linear(left, right.t())
+        return linear(left, right.t())
     if left.shape[-1] <= 1:  # nothing is summed
         return torch.matmul(left, right)
     stack = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     lefts = left.expand(*stack, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
     rights = right.expand(*stack, *right.shape[-2:]).reshape(-1, *right.shape[-2:])
-    made = [_linear(one, other.t()) for one, other in zip(lefts.unbind(), rights.unbind(), strict=True)]
+    made = [linear(one, other.t()) for one, other in zip(lefts.unbind(), rights.unbind(), strict=True)]
     return torch.stack(made).reshape(*stack, left.shape[-2], right.shape[-1])
 
 
 def _addmm(
-    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    linear: Linear,
+    bias: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> torch.Tensor:
-    if beta == alpha == 1 and bias.dim() == 1:
-        return _linear(left, right.t(), bias)
-    return bias * beta + _matmul(left, right) * alpha
+    if beta == alpha == 1 and bias.dim() == 1 and right.dim() == 2:
+        return linear(left, right.t(), bias)
+    return bias * beta + _matmul(linear, left, right) * alpha
 
 
-def _mm_out(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(_linear(left, right.t()))
-
-
-_PRODUCTS: dict[str, Callable[..., Any]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "mm": _matmul,
-    "bmm": _matmul,
-    "addmm": _addmm,
-    "baddbmm": _addmm,
-}
+def _products_by(linear: Linear) -> dict[str, Callable[..., torch.Tensor]]:
+    """Operators that multiply matrices, by name, through one product."""
+    matmul, addmm = partial(_matmul, linear), partial(_addmm, linear)
+    return {
+        "linear": linear,
+        "matmul": matmul,
+        "mm": matmul,
+        "bmm": matmul,
+        "addmm": addmm,
+        "baddbmm": addmm,
+    }
 
 
 def _elementwise(func: Any, numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

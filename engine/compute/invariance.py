@@ -58,10 +58,10 @@ def check(
         of_token = np.repeat(requests, counts)
         ids = (positions * 7919 + of_token * 13) % model.vocab_size
         plan = {PLAN_KEYWORD: cache.plan(packed)}
-        tokens, places = torch.from_numpy(ids), torch.from_numpy(positions)
+        tokens, places = (torch.from_numpy(each).to(model.device) for each in (ids, positions))
         with _states(model, StateRows(requests.tolist(), (begins - start).tolist(), counts.tolist())):
             output = run_stage(model.module, model.stage, tokens, places, **plan)
-        return output[torch.from_numpy((of_token == 0).nonzero()[0])].clone()
+        return output[torch.from_numpy((of_token == 0).nonzero()[0]).to(model.device)].clone()
 
     blocks.is_strict = True
     try:

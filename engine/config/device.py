@@ -150,7 +150,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         flag(
             help="Compute so that the bits of an answer do not depend on the requests beside it. Native "
-            "kernels always do; where torch's operators compute (on a CPU), it costs speed."
+            "kernels always do; on a GPU, and where torch's operators compute on a CPU, it costs speed."
         ),
     ] = False
     enforce_eager: Annotated[
@@ -172,10 +172,6 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"--numerics {self.numerics} means native kernels for a CPU, which "
                 f"{'--device cuda' if self.device == 'cuda' else backend} rules out: drop one of the two"
-            )
-        if self.batch_invariant and self.device == "cuda":
-            raise ValueError(
-                "--batch-invariant is not built for GPUs: drop it, or compute on the CPU with --device cpu"
             )
         if self.enforce_eager and self.cudagraph_capture_sizes:
             raise ValueError("--enforce-eager captures nothing: drop it, or --cudagraph-capture-sizes")

@@ -121,13 +121,14 @@ class LoadedShard:
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""
-        asked = {
-            "--batch-invariant": self._config.device.batch_invariant,
-            "--enable-eplb": self._config.device.enable_eplb,
-        }
-        for flag in (flag for flag, is_on in asked.items() if is_on):
+        if self._config.device.enable_eplb:
             raise CheckpointError(
-                f"{flag} is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+            )
+        if self._config.device.batch_invariant and (self._place is not None or not self._shard.is_whole):
+            raise CheckpointError(
+                "--batch-invariant on a GPU is built for one worker that has all experts: leave -ep, -tp and "
+                "-pp out, or compute on the CPU (--device cpu)"
             )
         if self._info.has_states:
             raise CheckpointError(

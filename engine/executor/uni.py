@@ -31,6 +31,7 @@ from engine.compute.runner import ModelRunner, Pending, sampler_of
 from engine.config import EngineConfig
 from engine.config.scheduler import most_tokens
 from engine.executor.spread_shard import KERNEL_COPIES, SpreadShard
+from engine.gpu.coded_parameter import coded_of
 from engine.host import memory
 from engine.host.cache_size import left_beside, share_of_device
 from engine.inheritance.shared_cache import SharedCache
@@ -40,7 +41,7 @@ from engine.kernels.core import library
 from engine.kernels.lowering.buffers import BufferRoom
 from engine.kernels.make import bytes_for_program, kept_by_torch, make_program
 from engine.model.checkpoint import CheckpointError, ModelInfo
-from engine.model.experts_function import sum_experts_in_order
+from engine.model.experts_function import fix_experts, sum_experts_in_order
 from engine.model.sharding.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel
 from engine.numerics import native_kind
@@ -237,7 +238,8 @@ class UniExecutor(SpreadShard):
             return
         cache = self._make_cache(num_blocks, self.shared)
         self._stored = cache.stored
-        graphs = self._make_graphs(cache, num_blocks)
+        with self._fixed or contextlib.nullcontext():
+            graphs = self._make_graphs(cache, num_blocks)
         self.computes_apart = launches_ahead(self._place, self._shard, has_graphs=graphs is not None)
         fixed = self._fixed is not None
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
@@ -252,13 +254,34 @@ class UniExecutor(SpreadShard):
         if self._fixed is not None:
             return
         began = time.monotonic()
-        self._backend = "TORCH_FIXED"
-        self._fixed = FixedBlocks()
-        sum_experts_in_order(model.module)
+        if self._backend == "TRITON_ATTN":
+            self._fixed = self._fix_tiles(model)
+        elif model.device.type == "cuda":
+            raise CheckpointError(
+                "--batch-invariant on a GPU needs --attention-backend TRITON_ATTN; the log says why it is "
+                "not used. Leave the flag out, or compute on the CPU (--device cpu)"
+            )
+        else:
+            self._backend = "TORCH_FIXED"
+            self._fixed = FixedBlocks()
+            sum_experts_in_order(model.module)
         if model.states is not None:
             model.states.around = self._fixed.in_one_shape
         invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
+
+    def _fix_tiles(self, model: LoadedModel) -> FixedBlocks:
+        """Context in which Triton kernels compute, with tiles that do not follow the number of rows."""
+        if any(map(coded_of, model.module.parameters())):
+            raise CheckpointError(
+                "--batch-invariant: tiles of packed weights follow the number of rows on a GPU. Leave the "
+                "flag out, use a checkpoint that is not quantised, or compute on the CPU (--device cpu)"
+            )
+        from engine.compute.device_blocks import DeviceBlocks  # loads triton
+
+        self._backend = "TRITON_FIXED"
+        fix_experts(model.module)
+        return DeviceBlocks(model.device)
 
     def block_memory(self) -> CacheMemory | None:
         """See :class:`.Executor`; None where the cache is on a device."""
@@ -339,7 +362,7 @@ class UniExecutor(SpreadShard):
         assert model is not None, "load() comes first"
         if model.device.type != "cuda" or settings.enforce_eager:
             return None
-        if self._backend != "TRITON_ATTN":
+        if self._backend not in ("TRITON_ATTN", "TRITON_FIXED"):
             logger.info("CUDA graphs: off, TORCH_SDPA gathers contexts, whose sizes change")
             return None
         block_size = self._config.cache.block_size

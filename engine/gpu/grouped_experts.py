@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from engine.gpu.coded_parameter import coded_of
-from engine.gpu.product_choice import product_here
+from engine.gpu.product_choice import Product, product_here
 from parallel.expert_products import has_post_norm
 
 NAME = "lockstep_grouped"
 """Name of :func:`grouped_forward` in transformers' experts registry."""
+FIXED_NAME = "lockstep_fixed"
+"""Name of :func:`fixed_forward` there."""
 FEW_NAME = "lockstep_few"
 """Name of :func:`few_or_many_forward` there."""
 
@@ -37,6 +39,7 @@ ExpertsFunction = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torc
 def register(registry: Any) -> None:
     """Register both expert functions with transformers."""
     registry.register(NAME, grouped_forward)
+    registry.register(FIXED_NAME, fixed_forward)
     few = _Few(registry["batched_mm"], registry["grouped_mm"])
     registry.register(FEW_NAME, few.forward)
 
@@ -61,12 +64,25 @@ def grouped_forward(
     module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """One layer of experts: hidden [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
+    product = product_here(hidden.device, hidden.dtype) if hidden.device.type == "cuda" else "triton"
+    return _forward(module, hidden, expert_ids, weights, product)
+
+
+def fixed_forward(
+    module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """:func:`grouped_forward` whose tiles do not follow the number of tokens."""
+    return _forward(module, hidden, expert_ids, weights, "fixed")
+
+
+def _forward(
+    module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, product: Product
+) -> torch.Tensor:
     from engine.gpu.grouped_products import Pairs, grouped_linear
 
     if not expert_ids.numel():
         return torch.zeros_like(hidden)
     pairs = Pairs.of(expert_ids, module.num_experts)
-    product = product_here(hidden.device, hidden.dtype) if hidden.device.type == "cuda" else "triton"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inner = grouped_linear(module, first, hidden, pairs, product, gather=True)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -107,8 +123,8 @@ def _linear_of(module: Any, name: str, expert: int, rows: torch.Tensor) -> torch
     return outputs + getattr(module, f"{name}_bias")[expert] if module.has_bias else outputs
 
 
-def check_experts(modules: Sequence[Any]) -> str | None:
-    """Reason why :func:`grouped_forward` cannot serve these layers; None if it can.
+def check_experts(modules: Sequence[Any], forward: ExpertsFunction = grouped_forward) -> str | None:
+    """Reason why a function on our kernels cannot serve these layers; None if it can.
 
     Each kind of layer is computed for a few random steps, and by a plain product for each expert.
     """
@@ -120,7 +136,7 @@ def check_experts(modules: Sequence[Any]) -> str | None:
             continue
         seen.add(kind)
         try:
-            difference = max(_difference(module, weight, tokens) for tokens in CHECKED_TOKENS)
+            difference = max(_difference(module, weight, tokens, forward) for tokens in CHECKED_TOKENS)
         except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
             lines = str(error).strip().splitlines()
             return f"its kernels fail: {type(error).__name__}: {lines[-1][:200] if lines else ''}"
@@ -142,7 +158,7 @@ def _sizes(module: Any) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1 if module.is_transposed else 2]
 
 
-def _difference(module: Any, weight: torch.Tensor, tokens: int) -> float:
+def _difference(module: Any, weight: torch.Tensor, tokens: int, forward: ExpertsFunction) -> float:
     """Largest difference of a token's output, relative to the mean of all."""
     count, width = _sizes(module)
     generator = torch.Generator().manual_seed(tokens)
@@ -150,7 +166,7 @@ def _difference(module: Any, weight: torch.Tensor, tokens: int) -> float:
     chosen = torch.rand(tokens, count, generator=generator).topk(min(2, count))
     ids, shares = chosen.indices.to(weight.device), chosen.values.to(weight.device, weight.dtype)
     with torch.inference_mode():
-        found = grouped_forward(module, hidden, ids, shares).double()
+        found = forward(module, hidden, ids, shares).double()
         expected = each_expert(module, hidden, ids, shares).double()
     size = expected.norm(dim=1).mean().clamp(min=1e-6)
     return float((found - expected).norm(dim=1).max() / size)

@@ -14,6 +14,8 @@ from engine.gpu.product_choice import Product
 
 SMALL_TILE, LARGE_TILE = 16, 64
 """Rows of a tile: where most experts have few pairs, and where they have many."""
+FIXED_TILE = 32
+"""Rows of a tile where tiles do not follow the number of rows."""
 MANY_ROWS = 48
 """Pairs per expert, on average, from which tiles are large."""
 SORTED_BY_KERNEL = 8192
@@ -96,7 +98,10 @@ def grouped_linear(
             experts = torch.searchsorted(pairs.ends, _numbers(pairs), right=True)
             outputs += bias[experts]
         return outputs
-    return _multiply(weight, bias, rows, pairs, transposed=module.is_transposed, gather=gather)
+    count = len(pairs)
+    tile = LARGE_TILE if count >= MANY_ROWS * weight.shape[0] else SMALL_TILE
+    tile = FIXED_TILE if product == "fixed" else tile
+    return _multiply(weight, bias, rows, pairs, tile, transposed=module.is_transposed, gather=gather)
 
 
 def _numbers(pairs: Pairs) -> torch.Tensor:
@@ -108,6 +113,7 @@ def _multiply(
     bias: torch.Tensor | None,
     rows: torch.Tensor,
     pairs: Pairs,
+    block_m: int,
     *,
     transposed: bool,
     gather: bool,
@@ -119,8 +125,7 @@ def _multiply(
         rows = rows.contiguous()
     count = len(pairs)
     outputs = rows.new_empty(count, out)
-    block_m = LARGE_TILE if count >= MANY_ROWS * experts else SMALL_TILE
-    block_n = min(128 if block_m == SMALL_TILE else 64, max(16, _power(out)))
+    block_n = min(128 if block_m <= FIXED_TILE else 64, max(16, _power(out)))
     block_k = min(64 if weight.itemsize <= 2 else 32, max(16, _power(inner)))
     tiles = count // block_m + min(experts, count)  # enough for any routing
     kernels.grouped_product[(-(-out // block_n), tiles)](

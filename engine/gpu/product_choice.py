@@ -8,8 +8,11 @@ from typing import Literal
 
 import torch
 
-Product = Literal["grouped_mm", "triton", "batched_mm"]
-"""torch's operator, our kernel, or copies of the weights where steps are small."""
+Product = Literal["grouped_mm", "triton", "fixed", "batched_mm"]
+"""torch's operator, our kernel with tiles by the number of rows or fixed ones, or copies of the weights.
+
+The last where steps are small.
+"""
 
 FAST_MAJORS = (9, 10)
 """Compute capabilities on which torch's grouped product is one kernel, in bfloat16."""

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from engine.attention.base import IMPLEMENTATION
 from engine.gpu import grouped_experts, product_choice
 from engine.gpu.coded_parameter import coded_of
+from engine.model.checkpoint import CheckpointError
 from engine.model.coded_layers import widen_again
 from engine.model.expert_weights import ExpertShare, expert_modules
 from engine.model.sharding.shard import Shard
@@ -86,6 +87,21 @@ def spread_experts(
         setattr(layer, LAYER_ATTRIBUTE, number)
     module.set_experts_implementation(IMPLEMENTATION)
     return experts, layers
+
+
+def fix_experts(module: Any) -> None:
+    """Let experts be multiplied by kernels whose tiles do not follow the number of tokens.
+
+    Raises:
+        CheckpointError: these kernels cannot serve.
+    """
+    layers = list(expert_modules(module).values())
+    if not layers:
+        return
+    grouped_experts.register(ALL_EXPERTS_FUNCTIONS)
+    if problem := grouped_experts.check_experts(layers, grouped_experts.fixed_forward):
+        raise CheckpointError(f"--batch-invariant: the kernels of experts cannot serve: {problem}")
+    module.set_experts_implementation(grouped_experts.FIXED_NAME)
 
 
 def sum_experts_in_order(module: Any) -> None:

@@ -84,17 +84,17 @@ class Model:
     """A loaded model with a cache, and requests in it."""
 
     def __init__(
-        self, shape: str, most_rows: int, context: int, device: str, tiny: bool, report: Report
+        self, shape: str, most_rows: int, context: int, device: DeviceConfig, tiny: bool, report: Report
     ) -> None:
-        self.context, self.device = context, device
+        self.context, self.device = context, device.device
         self._report = report
         self.per_request = (context + 200) // BLOCK + 1
         directory = Path(tempfile.mkdtemp())
-        room = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+        room = torch.cuda.get_device_properties(0).total_memory if self.device == "cuda" else None
         self.config = write_config(shape, tiny, directory, room)
         settings = EngineConfig(
             model=ModelConfig(model=str(directory), load_format="dummy", max_model_len=2048),
-            device=DeviceConfig(device=device),  # type: ignore[arg-type]
+            device=device,
             scheduler=SchedulerConfig(max_num_seqs=most_rows, max_num_batched_tokens=2048),
             cache=CacheConfig(),
         )
@@ -181,7 +181,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         report.add(device=torch.cuda.get_device_name(), capability=list(torch.cuda.get_device_capability()))
     copy = bandwidth(options.device)
     report.add(copy_bytes_per_s=copy)
-    model = Model(options.shape, max(options.rows), options.context, options.device, options.tiny, report)
+    device = DeviceConfig(device=options.device, batch_invariant=options.batch_invariant)
+    model = Model(options.shape, max(options.rows), options.context, device, options.tiny, report)
     for rows in options.rows:
         if rows * model.per_request > model.num_blocks:
             report.add_row(rows=rows, skipped="the cache is too small")
@@ -220,6 +221,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=90.0, help="after which nothing new is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batch-invariant", action="store_true", help="as the flag of lockstep serve")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--profile", type=Path, help="directory for the profiler's tables")

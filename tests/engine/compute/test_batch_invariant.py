@@ -267,11 +267,6 @@ def test_native_kernels_need_nothing_for_it(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="--batch-invariant is not built for GPUs: drop it, or"):
-        DeviceConfig(device="cuda", batch_invariant=True)
-
-
 def test_an_operator_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_tiny_model(tmp_path, "gemma3")
     monkeypatch.setattr(Gemma3RMSNorm, "_norm", lambda _self, hidden: torch.special.i0(hidden))

@@ -22,7 +22,7 @@ import torch
 
 from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows, Scoring
-from engine.gpu import coded_kernels, coded_products, fused_launches, grouped_products
+from engine.gpu import coded_kernels, coded_products, fixed_products, fused_launches, grouped_products
 from engine.gpu.coded_products import DeviceCodes
 from engine.gpu.late_rotary import LateRotation
 from engine.model.quantization.rounding import Rounding
@@ -87,7 +87,8 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 class Steps:
     """Launches of one layer of one model, and of its sampler."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, *, fixed: bool = False) -> None:
+        """``fixed``: as with ``--batch-invariant``."""
         self.sizes, self.dtype = sizes, dtype
         shape = LayerShape(sizes.kv_heads, sizes.key_dim, sizes.value_dim, sizes.window)
         self.cache = triton_paged.TritonPagedAttention(
@@ -97,6 +98,7 @@ class Steps:
             dtype=dtype,
             device=META,
             programs=triton_paged.PROGRAMS_PER_PROCESSOR * PROCESSORS,
+            fixed=fixed,
         )
 
     def decode(self, rows: int) -> None:
@@ -170,6 +172,14 @@ class Steps:
             for codes in coded_matrices(sizes.inner, sizes.hidden, sizes.experts):
                 codes.product(hidden, None, pairs, gather=True)
 
+    def fixed_products(self, rows: int) -> None:
+        """Products of so many rows with tiles of one size: few outputs, and many."""
+        sizes, dtype = self.sizes, self.dtype
+        for outputs in (sizes.kv_heads * sizes.key_dim, sizes.vocabulary):
+            weight = empty(outputs, sizes.hidden, dtype=dtype)
+            fixed_products.linear(empty(rows, sizes.hidden, dtype=dtype), weight)
+        fixed_products.sum_of_rows(empty(rows, sizes.hidden, dtype=dtype))
+
     def sample(self, rows: int) -> None:
         """Races of so many rows."""
         float32 = torch.float32
@@ -210,6 +220,12 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.sample(3)
         for rows in (1, 64, 8192):
             steps.coded(rows)
+        fixed = Steps(sizes, dtype, fixed=True)
+        fixed.decode(1)
+        fixed.mixed([1, 70, 9], [1000, 0, 33])
+        fixed.mixed([1, 9], [4, 0])
+        for rows in (1, 8192):
+            fixed.fixed_products(rows)
         at_start = list(made)
         steps.decode(7)
         steps.mixed([1, 1, 1, 5], [0, 17, 900, 3])
@@ -219,6 +235,9 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.sample(64)
         for rows in (7, 33, 800, 1371):
             steps.coded(rows)
+            fixed.fixed_products(rows)
+        fixed.decode(7)
+        fixed.mixed([1, 800], [3, 2])
     return at_start, made[len(at_start) :]
 
 
