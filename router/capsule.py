@@ -3,14 +3,15 @@
 A capsule holds what instances were asked and what they gave. A client that asks for one
 (``X-Lockstep-Capsule: 1``) finds it in its answer. :mod:`router.api.capsules` makes it, ``lockstep replay``
 (:mod:`router.tools.replay`) reads it, and :mod:`router.api.replaying` computes a sample of it again. Its
-digest shows that it was edited or cut off; it is no signature.
+digest shows that it was edited or cut off. A mesh with ``--capsule-key`` signs it as well
+(:mod:`router.signing.keys`).
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -19,8 +20,10 @@ from coordinator.numerics import Numerics
 from engine.sampling import SamplingParams
 from router.mesh import NumericsSwitch
 from router.recorded import RecordedSample
+from router.signing.canonical import canonical
+from router.signing.keys import CapsuleKey, CapsuleSignature
 
-FORMAT = 2
+FORMAT = 3
 """Version of the capsule's format: raised where an older reader would misread it."""
 FIELD = "lockstep_capsule"
 """Field of an answer that holds its capsule."""
@@ -96,8 +99,12 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     numerics: tuple[Numerics, ...]
     """Classes of the samples, as far as they were known."""
     prompts: tuple[CapsulePrompt, ...]
+    request: str = ""
+    """Digest of the request's body, as it came."""
     digest: str = ""
-    """Digest of the other fields."""
+    """Digest of the other fields but the signature."""
+    signature: CapsuleSignature | None = None
+    """Signature of the other fields, where the mesh has a key."""
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,15 +138,25 @@ class _Head(msgspec.Struct):
     format: int | None = None
 
 
-def written(capsule: Capsule) -> bytes:
-    """A capsule as JSON, with its digest."""
-    return msgspec.json.encode(msgspec.structs.replace(capsule, digest=digest_of(capsule)))
+def written(capsule: Capsule, key: CapsuleKey | None = None) -> bytes:
+    """A capsule as JSON, with its digest; signed, if there is a key."""
+    fields = fields_of(msgspec.json.encode(capsule))
+    fields["digest"] = _digest_of(fields)
+    fields.pop("signature", None)
+    if key is not None:
+        fields["signature"] = msgspec.to_builtins(key.sign(fields))
+    return msgspec.json.encode(fields)
 
 
-def digest_of(capsule: Capsule) -> str:
-    """Digest of the other fields; the layout of the JSON does not matter."""
-    fields = msgspec.to_builtins(msgspec.structs.replace(capsule, digest=""), str_keys=True)
-    return DIGEST_PREFIX + hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
+def fields_of(text: bytes) -> dict[str, Any]:
+    """Fields of a capsule, as any program reads them."""
+    return msgspec.json.decode(text, type=dict[str, Any])
+
+
+def _digest_of(fields: dict[str, Any]) -> str:
+    """Digest of a capsule's fields but itself and the signature, in canonical form."""
+    rest = {name: value for name, value in fields.items() if name not in ("digest", "signature")}
+    return DIGEST_PREFIX + hashlib.sha256(canonical(rest)).hexdigest()
 
 
 def read(text: bytes) -> Capsule:
@@ -162,7 +179,7 @@ def read(text: bytes) -> Capsule:
         raise CapsuleError(f"the capsule was edited, or is none: {error}", CapsuleProblem.EDITED) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CapsuleError(f"the capsule is cut off, or no JSON: {error}") from error
-    if capsule.digest != digest_of(capsule):
+    if capsule.digest != _digest_of(fields_of(text)):
         raise CapsuleError(
             "the capsule was edited after it was made, as its digest shows: "
             "use the answer as it was received",

@@ -14,6 +14,7 @@ from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
 from router.key_limits import KeyLimits, limits_of, read_key_limits
 from router.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, check_halves
+from router.signing.keys import CapsuleKey
 from router.structured_config import StructuredOutputsConfig, read_config
 
 MOST_FRONT_ENDS = 256
@@ -111,6 +112,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             help="Key of the admin API; with one, the API is also at /admin of the endpoint.",
         ),
     ] = ()
+    capsule_key: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="Ed25519 private key in PEM that signs the capsules of answers; GET "
+            "/.well-known/lockstep-keys.json has its public half. Needs the extra sign.",
+        ),
+    ] = None
     ssl_keyfile: Annotated[str | None, flag(path=True, help="Private key in PEM, to serve HTTPS.")] = None
     ssl_certfile: Annotated[
         str | None, flag(path=True, help="Certificate chain in PEM for --ssl-keyfile.")
@@ -241,6 +250,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 5.0
 
     def __post_init__(self) -> None:
+        if self.capsule_key is not None:
+            CapsuleKey.read(self.capsule_key)
         for name, address in (("--host", self.host), ("--admin-host", self.admin_host)):
             if not address.strip():
                 raise ValueError(f"{name} is empty: 127.0.0.1 is for this machine only, 0.0.0.0 for all")

@@ -39,7 +39,9 @@ class RecordedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Recorder:
     """Collects what is sampled for one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, logprobs: bool = True) -> None:
+        """``logprobs``: whether log-probabilities are recorded as well."""
+        self._has_logprobs = logprobs
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []
 
@@ -62,7 +64,8 @@ class Recorder:
 
     def sample(self, finish_reason: str, stop_reason: int | str | None) -> RecordedSample:
         """Recorded sample, once it has ended."""
-        return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), finish_reason, stop_reason)
+        logprobs = tuple(self._logprobs) if self._has_logprobs else None
+        return RecordedSample(tuple(self._token_ids), logprobs, finish_reason, stop_reason)
 
 
 def with_logprobs(prompt: Prompt) -> Prompt:

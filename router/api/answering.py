@@ -5,6 +5,7 @@ Quotas, deadlines and spans are kept here. The request may come from any API; :d
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from coordinator.process.tracing import Tracing
 from router.api.answers import Answer, AnswerFacts
 from router.api.capsules import capsule_of
 from router.api.headers import (
+    CAPSULE,
     MOST_REMARKS,
     RequestTerms,
     key_of,
@@ -29,12 +31,14 @@ from router.api.request_samples import UNPREDICTABLE, make_samples
 from router.api.streaming import EventStream, whole_response
 from router.api.tracing import UNTRACED, RequestTrace
 from router.api.understanding import Understood
+from router.capsule import DIGEST_PREFIX
 from router.config import HttpConfig
 from router.http.body import read_body
 from router.http.quotas import Quotas
 from router.mesh import Mesh
 from router.metrics.metrics import Metrics
 from router.openai_api import StreamOptions
+from router.signing.keys import CapsuleKey
 from router.text.output_stream import OutputStream
 
 NOT_ENFORCED = "x-lockstep-not-enforced"
@@ -54,12 +58,15 @@ class Answering:
         metrics: Metrics,
         quotas: Quotas,
         tracing: Tracing | None = None,
+        capsule_key: CapsuleKey | None = None,
     ) -> None:
+        """``capsule_key`` signs capsules."""
         self._mesh = mesh
         self._config = config
         self._metrics = metrics
         self._quotas = quotas
         self._tracing = tracing
+        self._capsule_key = capsule_key
         self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
 
     def __repr__(self) -> str:
@@ -72,6 +79,8 @@ class Answering:
             ApiError, MeshError: it cannot be read, or could not be admitted now, as far as known.
         """
         body = await read_body(request, self._config)
+        if request.headers.get(CAPSULE):
+            request.state.body_digest = DIGEST_PREFIX + hashlib.sha256(body).hexdigest()
         self._mesh.check_room()
         self._quotas.check(key_of(request))
         return body
@@ -95,7 +104,8 @@ class Answering:
         try:
             terms = read_terms(request, id, wanted, trace.traceparent)
             samples = make_samples(understood, terms, self._chance)
-            answer = shape(self._facts(understood, id, samples, records=terms.records))
+            digest = request.state.body_digest if terms.records else None
+            answer = shape(self._facts(understood, id, samples, digest))
             prompt_tokens = sum(len(prompt.ids) for prompt in understood.prompts)
             run = self.admitted(request, samples, prompt_tokens, terms, trace)
         except Exception as error:
@@ -129,13 +139,17 @@ class Answering:
         return RequestRun(self._mesh, self._metrics, samples, arrival, terms.timeout, trace, lease)
 
     def _facts(
-        self, understood: Understood, id: str, samples: Sequence[OutputStream], *, records: bool
+        self, understood: Understood, id: str, samples: Sequence[OutputStream], digest: str | None
     ) -> AnswerFacts:
-        """Facts for the class of the answer; ``records``: it is to have a capsule."""
+        """Facts for the class of the answer.
+
+        ``digest``: of the body of a request for a capsule; None for others.
+        """
         model, created = understood.model, int(time.time())
 
         def capsule() -> bytes:
-            return capsule_of(id, created, model, self._mesh.numerics(), understood.params, samples)
+            classes, params, key = self._mesh.numerics(), understood.params, self._capsule_key
+            return capsule_of(id, created, model, classes, params, samples, request=digest or "", key=key)
 
         return AnswerFacts(
             id=id,
@@ -143,5 +157,5 @@ class Answering:
             model=understood.wanted.model or model.name,
             samples=samples,
             shows_cached_tokens=self._config.enable_prompt_tokens_details,
-            capsule=capsule if records else None,
+            capsule=None if digest is None else capsule,
         )

@@ -20,6 +20,7 @@ from router.capsule import (
     CapsuleSample,
     written,
 )
+from router.signing.keys import CapsuleKey
 from router.text.output_stream import OutputStream
 from router.text.text_model import TextModel
 
@@ -31,10 +32,14 @@ def capsule_of(
     classes: Mapping[Numerics, object],
     params: SamplingParams,
     samples: Sequence[OutputStream],
+    *,
+    request: str = "",
+    key: CapsuleKey | None = None,
 ) -> bytes:
-    """The capsule of an answer as JSON.
+    """The capsule of an answer as JSON, signed if there is a key.
 
-    ``classes`` are those of the mesh; ``params`` those of the request, stop strings included.
+    ``classes`` are those of the mesh; ``params`` those of the request, stop strings included; ``request`` is
+    the digest of its body.
     """
     used = {sample.fingerprint for sample in samples}
     capsule = Capsule(
@@ -44,8 +49,9 @@ def capsule_of(
         model=model_of(model),
         numerics=tuple(each for each in classes if each.fingerprint in used),
         prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
+        request=request,
     )
-    return written(capsule)
+    return written(capsule, key)
 
 
 def model_of(model: TextModel) -> CapsuleModel:

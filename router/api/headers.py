@@ -15,6 +15,8 @@ from router.errors import refuse
 from router.mesh import NumericsSwitch
 from router.openai_api import GenerationRequest
 
+CAPSULE = "x-lockstep-capsule"
+"""Request header: whether the answer is to hold its capsule."""
 PREFERRED_RANK = "x-lockstep-preferred-rank"
 """Request header of an endpoint picker: the instance that it has chosen, by its rank."""
 SESSION_HEADERS = ("x-session-affinity", "x-session-id")
@@ -40,6 +42,8 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the answer may take."""
     records: bool = False
     """Whether the answer is to hold its capsule (:mod:`router.capsule`)."""
+    records_logprobs: bool = True
+    """Whether the capsule is to have log-probabilities."""
     traceparent: str = ""
 
 
@@ -52,7 +56,8 @@ def read_terms(request: Request, id: str, wanted: GenerationRequest, traceparent
     return RequestTerms(
         id=id,
         key=key_of(request),
-        records=_wants_capsule(request),
+        records=(capsule := _capsule_wish(request)) in ("1", "tokens"),
+        records_logprobs=capsule != "tokens",
         rank=pinned_rank(request, wanted),
         session=session(request, wanted),
         preferred=_preferred_rank(request),
@@ -129,14 +134,15 @@ def session(request: Request, wanted: GenerationRequest) -> str:
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
 
 
-def _wants_capsule(request: Request) -> bool:
-    given = request.headers.get("x-lockstep-capsule", "")
-    if given not in ("", "0", "1"):
+def _capsule_wish(request: Request) -> str:
+    given = request.headers.get(CAPSULE, "")
+    if given not in ("", "0", "1", "tokens"):
         refuse(
-            f"X-Lockstep-Capsule must be 1 for a capsule in the answer, or 0, got {given[:20]!r}.",
+            "X-Lockstep-Capsule must be 1 for a capsule in the answer, tokens for one without "
+            f"log-probabilities, or 0, got {given[:20]!r}.",
             "X-Lockstep-Capsule",
         )
-    return given == "1"
+    return given
 
 
 def numerics_changed(changes: Iterable[NumericsSwitch]) -> dict[str, str]:

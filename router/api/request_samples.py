@@ -74,7 +74,9 @@ def make_samples(
             index = len(samples)
             id = terms.id if count == 1 else f"{terms.id}-{index}"
             wanted = msgspec.structs.replace(single, request_id=id, sample_index=sample_index)
-            wanted, recorder = (with_logprobs(wanted), Recorder()) if terms.records else (wanted, None)
+            recorder = Recorder(logprobs=terms.records_logprobs) if terms.records else None
+            if recorder is not None and terms.records_logprobs:
+                wanted = with_logprobs(wanted)
             samples.append(
                 OutputStream(index, wanted, params, tokenizer, shown=prompt, stops=stops, recorder=recorder)
             )

@@ -27,6 +27,7 @@ from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
 from router.app.middleware import error_response, middleware
 from router.app.paths import not_there
+from router.app.published_keys import PublishedKeys
 from router.app.refusals import Refusals
 from router.app.server_endpoints import ServerEndpoints
 from router.config import HttpConfig
@@ -36,6 +37,7 @@ from router.http.request_path import prefix_of
 from router.mesh import Mesh, MeshError
 from router.metrics.http_counts import Counting, Handlers
 from router.metrics.metrics import Metrics
+from router.signing.keys import KEYS_PATH, CapsuleKey
 from router.text.text_models import TextModels
 
 
@@ -56,7 +58,8 @@ def make_app(
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
     quotas = quotas or Quotas(config.key_limits)
-    answering = Answering(mesh, config, metrics, quotas, tracing)
+    key = CapsuleKey.read(config.capsule_key) if config.capsule_key else None
+    answering = Answering(mesh, config, metrics, quotas, tracing, key)
     generating = Generating(config, Understanding(models, config), answering, quotas)
     replaying = Replaying(mesh, models, answering)
     endpoints = Endpoints(config, metrics, models, quotas)
@@ -64,6 +67,7 @@ def make_app(
     prefix = prefix_of(config.root_path)
     server = ServerEndpoints(mesh, config, metrics, view, prefix)
     routes = _routes(generating, replaying, endpoints, server)
+    routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(
         routes=routes,

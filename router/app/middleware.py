@@ -26,13 +26,14 @@ from router.app.refusals import Refusals
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.http.request_path import without_prefix, without_slash
+from router.signing.keys import KEYS_PATH
 
 PROBES = frozenset({"/health", "/ping", "/livez"})
 """Paths that probes may use with any host name of this server.
 
 Their answers hold nothing else.
 """
-OPEN_PATHS = PROBES | {"/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"}
+OPEN_PATHS = PROBES | {"/version", "/metrics", "/load", "/is_sleeping", "/openapi.json", KEYS_PATH}
 """Paths without authentication: nothing there costs or changes anything."""
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")

@@ -27,6 +27,7 @@ from router.openai_api import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from router.signing.keys import KEYS_PATH, PublicKeys
 
 Struct = type[msgspec.Struct]
 
@@ -81,6 +82,7 @@ OPERATIONS = [
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeAnswer),
     Operation("get", "/tokenizer_info", "tokenizer_config.json"),
     Operation("get", "/load", "Requests being generated for", None, ServerLoad, is_open=True),
+    Operation("get", KEYS_PATH, "Public keys that sign capsules", None, PublicKeys, is_open=True),
     Operation("get", "/health", "200 while an instance is ready", is_open=True),
     Operation("get", "/livez", "200 while this router answers at all", is_open=True),
     Operation("get", "/ping", "The same as /health", is_open=True),

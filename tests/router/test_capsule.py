@@ -35,7 +35,7 @@ PARAMS = SamplingParams(
 )
 RESULT = RecordedSample((5, 6, 7), (-0.5, -0.10000000149011612, None), "stop", "END")
 CAPSULE = Capsule(
-    format=2,
+    format=3,
     id="cmpl-1",
     created=1,
     model=CapsuleModel("tiny", "abc", "tok", ""),
@@ -91,8 +91,8 @@ def edited(**changes: Any) -> bytes:
         (edited(token_ids=[5, 6]), "2 tokens have 3 log-probabilities"),
         (edited(token_ids=[5, "6", 7]), "edited, or is none: Expected `int`, got `str`"),
         (edited(more=1), "unknown field `more`"),
-        (b'{"format":2}', "missing required field"),
-        (b'{"format":1,"other":1}', "has format 1, and this version of Lockstep reads format 2"),
+        (b'{"format":3}', "missing required field"),
+        (b'{"format":2,"other":1}', "has format 2, and this version of Lockstep reads format 3"),
         (b'{"prompts":[],"digest":""}', "the capsule has no version"),
         (b"[]", "edited, or is none: Expected `object`"),
         (written(CAPSULE)[:-40], "cut off, or no JSON"),

@@ -32,6 +32,8 @@ class Saved:
     place: str
     """The file, and the line there, to stand before a remark."""
     capsule: Capsule
+    text: bytes
+    """The capsule as JSON, as it was saved."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def read_files(files: Sequence[str]) -> tuple[list[Saved], list[Unread]]:
             continue
         for place, text in texts:
             try:
-                found.append(Saved(f"{shown}: {place}", read(text)))
+                found.append(Saved(f"{shown}: {place}", read(text), text))
             except CapsuleError as error:
                 problems.append(Unread(f"{shown}: {place}{error}", error.problem))
     return found, problems

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
 import msgspec
@@ -22,12 +23,14 @@ from engine.settings import resolve
 from parallel.kernel_kinds import KINDS
 from parallel.topology import usable_cores
 from router.api.capsules import model_of
-from router.capsule import CapsuleProblem
+from router.capsule import CapsuleProblem, fields_of
 from router.config import HttpConfig
+from router.errors import one_line
 from router.mesh import ServedModel
+from router.signing.keys import PublicKeys, signature_problem
 from router.text.text_model import load_text_model
 from router.text.tokens import TokenizerError
-from router.tools.replay.saved import Files, read_files
+from router.tools.replay.saved import MOST_CHARACTERS, Files, Saved, read_files
 from router.tools.verify.run import ScorerWish, Verification, printed
 from router.tools.verify.samples import Computes
 from router.tools.verify.verdict import VerifyStatus
@@ -50,6 +53,14 @@ class VerifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: Annotated[
         str | None,
         flag(help="Directory, GGUF file or Hugging Face repository id of the checkpoint to compute with."),
+    ] = None
+    keys: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="File with the server's keys, as GET /.well-known/lockstep-keys.json gave them: one of them "
+            "must have signed each capsule.",
+        ),
     ] = None
     tokenizer: Annotated[
         str | None, flag(path=True, help="Directory with tokenizer.json; unset: the model's.")
@@ -147,6 +158,15 @@ def main(argv: list[str] | None = None) -> int:
     statuses = [STATUS_OF[each.problem] for each in unread]
     for each in unread:
         _complain(each.message)
+    if config.keys is not None:
+        try:
+            found, unsigned = signed(found, config.keys)
+        except (OSError, ValueError) as error:
+            _complain(f"--keys {config.keys} cannot be used: {error}")
+            return VerifyStatus.USAGE
+        statuses += [VerifyStatus.SIGNATURE] * len(unsigned)
+        for problem in unsigned:
+            _complain(problem)
     if found:
         try:
             for verdict in verification(config).verify(found):
@@ -160,6 +180,23 @@ def main(argv: list[str] | None = None) -> int:
             return VerifyStatus.TOO_LONG
     print(counted(statuses))
     return exit_status(statuses)
+
+
+def signed(found: list[Saved], file: str) -> tuple[list[Saved], list[str]]:
+    """Capsules that are signed by keys of a file, and why the others are not.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or has no keys.
+    """
+    keys = msgspec.json.decode(Path(file).read_bytes(), type=PublicKeys)
+    good, problems = [], []
+    for saved in found:
+        problem = signature_problem(fields_of(saved.text), keys)
+        if problem is None:
+            good.append(saved)
+        else:
+            problems.append(saved.place + one_line(problem, MOST_CHARACTERS))
+    return good, problems
 
 
 def verification(config: VerifyConfig) -> Verification:

@@ -31,7 +31,7 @@ Opens = Callable[[ScorerWish], AbstractContextManager[Computes]]
 """Opener of a scorer, which reads the checkpoint; a CPU without the kernels gets others."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class CapsuleVerdict(msgspec.Struct, frozen=True):
     """Result for one capsule."""
 
     saved: Saved
@@ -57,7 +57,7 @@ class Verification:
     def __repr__(self) -> str:
         return f"<Verification by {self._known.name}>"
 
-    def verify(self, found: Sequence[Saved]) -> Iterator[Verdict]:
+    def verify(self, found: Sequence[Saved]) -> Iterator[CapsuleVerdict]:
         """Verdicts of all capsules, in their order.
 
         Raises:
@@ -79,7 +79,7 @@ class Verification:
             here[wanted.fingerprint] = self._compute(wanted, members)
         for index, (saved, each) in enumerate(zip(found, jobs, strict=True)):
             if index in unusable:
-                yield Verdict(saved, VerifyStatus.UNUSABLE, (unusable[index],))
+                yield CapsuleVerdict(saved, VerifyStatus.UNUSABLE, (unusable[index],))
             else:
                 yield self._verdict(saved, each, here)
 
@@ -148,7 +148,9 @@ class Verification:
 
     # ---- words
 
-    def _verdict(self, saved: Saved, jobs: Sequence[SampleCheck], here: dict[str, Numerics]) -> Verdict:
+    def _verdict(
+        self, saved: Saved, jobs: Sequence[SampleCheck], here: dict[str, Numerics]
+    ) -> CapsuleVerdict:
         lines, statuses = [], []
         for job in jobs:
             computed = here[job.numerics.fingerprint]
@@ -159,8 +161,8 @@ class Verification:
                 lines.append(self._difference(job) + self._why(job, computed))
                 statuses.append(self._status(job, computed))
         if not lines:
-            return Verdict(saved, VerifyStatus.EQUAL, (self._equal(saved, jobs, here),))
-        return Verdict(saved, statuses[0], tuple(lines))
+            return CapsuleVerdict(saved, VerifyStatus.EQUAL, (self._equal(saved, jobs, here),))
+        return CapsuleVerdict(saved, statuses[0], tuple(lines))
 
     def _status(self, job: SampleCheck, computed: Numerics) -> VerifyStatus:
         if not is_invariant(job.numerics.fingerprint):
@@ -258,6 +260,6 @@ class Verification:
         return repr(self._model.tokenizer.decode([token_id]))
 
 
-def printed(verdict: Verdict) -> list[str]:
+def printed(verdict: CapsuleVerdict) -> list[str]:
     """Lines to print for a verdict."""
     return [line_of(verdict.saved, line) for line in verdict.lines]

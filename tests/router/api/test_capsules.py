@@ -72,7 +72,7 @@ def test_an_answer_has_its_capsule(
     capsule = capsule_in(ask(server, path, BODIES[path] | {"stream": streams}))
     asked = server.mesh.prompts[0]
     assert asked.params.logprobs == 0, "instances send log-probabilities that the client did not ask for"
-    assert capsule.format == 2
+    assert capsule.format == 3
     assert capsule.model == CapsuleModel("tiny", "abc", tokenizer.digest, text_model.chat_template_digest)
     assert len(capsule.model.tokenizer) == len(capsule.model.chat_template) == 16
     assert capsule.numerics == (CLASS,)
@@ -151,7 +151,7 @@ def test_another_value_of_the_header_is_refused(server: Server, value: str) -> N
     headers = {"x-lockstep-capsule": value}
     answer = server.client.post("/v1/completions", json=BODIES["/v1/completions"], headers=headers)
     assert answer.status_code == 400
-    assert "must be 1 for a capsule in the answer, or 0" in answer.json()["error"]["message"]
+    assert "must be 1 for a capsule in the answer, tokens for one" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

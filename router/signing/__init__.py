@@ -1,0 +1,1 @@
+"""Signatures of capsules: their canonical form, and the keys."""
