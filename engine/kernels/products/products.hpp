@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "activations.hpp"
+#include "byte_rows.hpp"
 #include "coded_rows.hpp"
 #include "../core/numbers.hpp"
 #include "quantized.hpp"
@@ -515,6 +516,28 @@ class Products {
         return rows;
     }
 
+    // Rows of bytes with two panels, by the instruction of AVX2 for bytes.
+    void multiply_byte_panels(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag) {
+        const char* wide = reinterpret_cast<const char*>(widened.of<T>(in, k, rows, pitch_in(k)));
+        const int64_t pitch = pitch_in(k) * int64_t(sizeof(E)), wide_pitch = widened_pitch<T>(k) * int64_t(sizeof(float));
+        const int64_t some = k / T::PACK / parts;
+        alignas(64) Words sum[MOST_PARTS][WIDENED_ROWS][2];
+        for (int64_t begin = 0, count; begin < rows; begin += count) {
+            count = std::min(WIDENED_ROWS, rows - begin);
+            const E* first_row = in + begin * pitch_in(k);
+            for (int64_t part = 0; part < parts; ++part)
+                multiply_byte_rows(now, then, part * some, some, reinterpret_cast<const char*>(first_row), pitch, wide + begin * wide_pitch,
+                                   wide_pitch, count, sum[part]);
+            for (int64_t row = 0; row < count; ++row) {
+                auto total = [&](const Panel& panel, int which) {
+                    return sum_of_parts(panel, first_row + row * pitch_in(k), k,
+                                        [&](int64_t part) { return as_floats(sum[part][row][which]); });
+                };
+                body(tag, begin + row, total(now.a, 0), total(now.b, 1));
+            }
+        }
+    }
+
 #if !LOCKSTEP_AVX512
     // Rows with two panels of codes. Of more than a few, blocks of them go through codes one after the other.
     void multiply_coded_panels(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag) {
@@ -559,6 +582,8 @@ class Products {
         int64_t steps = k / T::PACK;
         auto& [a, b] = now;
         int64_t done = 0;  // rows
+        if constexpr (CAN_MULTIPLY_BYTES && T::PACK == Bytes::PACK)
+            if (rows >= LEAST_BYTE_ROWS) return multiply_byte_panels(in, k, rows, now, then, tag);
 #if LOCKSTEP_AVX512
         if (a.quantized != nullptr) {
             if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(*a.quantized, steps))

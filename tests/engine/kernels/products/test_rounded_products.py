@@ -127,7 +127,7 @@ def products(
 
 
 @pytest.mark.parametrize("inputs", [64, 192, 1024, 4864])
-@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("rows", [1, 5, 33, 98])
 def test_sums_are_those_of_numpy(kernels: library.KernelLibrary, rows: int, inputs: int) -> None:
     generator = np.random.default_rng(rows + inputs)
     x = generator.integers(-128, 128, (rows, inputs))
