@@ -40,7 +40,7 @@ ARM_FEATURES = {
     "i8mm": (AT_HWCAP2, 13),
     "bf16": (AT_HWCAP2, 14),
 }
-"""Features of ARM64 CPUs: the word of the auxiliary vector that has each, and its bit."""
+"""Features of ARM64 CPUs: a word of the auxiliary vector, and a bit of it."""
 ELF_HEADER = 64
 """Bytes of an ELF header."""
 TIMEOUT = 120.0
