@@ -82,5 +82,17 @@ def _make(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path
     return save(model.to(dtype), directory)
 
 
+def generated(directory: Path, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of transformers in float32, with all of a context computed for each."""
+    own = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    options = {"max_new_tokens": count, "do_sample": False, "use_cache": False, "eos_token_id": None}
+    with torch.no_grad():
+        return [
+            own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
+        ]
+
+
 if __name__ == "__main__":
     make_servable_model(Path(sys.argv[2]), sys.argv[1])

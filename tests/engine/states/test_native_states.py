@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.kernels.core import library
 from engine.kernels.make import bytes_for_program
@@ -20,7 +19,7 @@ from tests.engine.compute.test_runner import load as load_model
 from tests.engine.invariance.answers import ALONE, How, Instance, load, run, settings
 from tests.engine.invariance.mixed import requests
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.states.models import EACH_PUSH, NATIVE, at_night, make_state_model
+from tests.engine.states.models import EACH_PUSH, NATIVE, at_night, generated, make_state_model
 from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
@@ -39,14 +38,7 @@ def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Pat
     make_state_model(tmp_path, family)
     numbers = random.Random(3)
     prompts = [[numbers.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
-    own = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "use_cache": False, "eos_token_id": None}
-    with torch.no_grad():
-        expected = [
-            own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
-        ]
+    expected = generated(tmp_path, prompts, NUM_NEW)
     instance = load(tmp_path, dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     submits = [Submit(index, str(index), prompt, params, seed=1) for index, prompt in enumerate(prompts)]

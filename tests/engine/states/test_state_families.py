@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.kernels.core import library
 from engine.messages import Counters, Submit
@@ -17,7 +16,7 @@ from engine.states.grid import GRID
 from tests.engine.compute.test_runner import GREEDY, load, make_driver
 from tests.engine.invariance import answers
 from tests.engine.invariance.answers import PEER, Answer, How, run, step
-from tests.engine.states.models import BY_TORCH, EACH_PUSH, NATIVE, at_night, make_state_model
+from tests.engine.states.models import BY_TORCH, EACH_PUSH, NATIVE, at_night, generated, make_state_model
 from tests.engine.tiny_models import VOCAB
 from tests.nightly import NIGHTLY
 
@@ -32,24 +31,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def generated(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens that transformers gives, with all of a context computed for each."""
-    own = AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "use_cache": False, "eos_token_id": None}
-    with torch.no_grad():
-        return [
-            own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
-        ]
-
-
 @pytest.mark.parametrize("family", at_night([*NATIVE, *BY_TORCH], ["qwen3_next", "nemotron_h"]))
 def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
     make_state_model(tmp_path, family)
     numbers = random.Random(3)
     prompts = [[numbers.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
-    expected = generated(tmp_path, prompts)
+    expected = generated(tmp_path, prompts, NUM_NEW)
     model = load(tmp_path)
     for chunk in (7, 50, 1 << 20):
         driver = make_driver(model, chunk)
@@ -95,7 +82,7 @@ def test_many_requests_at_once_have_the_tokens_of_generate(
     """Answers in chunks, behind hits, preempted, in used slots, beside aborted requests."""
     make_state_model(tmp_path, family)
     prompts = many_prompts()
-    expected = dict(enumerate(generated(tmp_path, prompts)))
+    expected = dict(enumerate(generated(tmp_path, prompts, NUM_NEW)))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     submits = [Submit(index, str(index), prompt, params, 0) for index, prompt in enumerate(prompts)]
     instance = answers.load(tmp_path, dtype="float32", numerics=numerics)

@@ -18,8 +18,8 @@ from engine.pieces.kinds import BoundarySlots
 from engine.sampling import SamplingParams
 from tests.engine.compute.test_runner import load
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.states.models import make_state_model
-from tests.engine.states.test_state_families import GRID, NUM_NEW, generated
+from tests.engine.states.models import generated, make_state_model
+from tests.engine.states.test_state_families import GRID, NUM_NEW
 from tests.engine.tiny_models import VOCAB, save, widen
 from tests.families.configs import make_config
 
@@ -74,7 +74,7 @@ def test_a_chunk_size_that_is_no_multiple_of_the_grid_changes_no_token(
     make(tmp_path, "granitemoehybrid", mamba_chunk_size=24)
     if not native:
         monkeypatch.setenv("LOCKSTEP_NATIVE_KERNELS", "0")
-    assert answers(served(tmp_path)) == generated(tmp_path, PROMPTS)
+    assert answers(served(tmp_path)) == generated(tmp_path, PROMPTS, NUM_NEW)
 
 
 @pytest.mark.parametrize("tp", [4, 8])
@@ -82,7 +82,7 @@ def test_more_workers_than_heads_with_a_state_have_the_tokens_of_one(tp: int, tm
     """Some workers hold no output of a layer that all gather."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     make(tmp_path, "qwen3_5_text", **heads, linear_num_value_heads=2, linear_num_key_heads=2)
-    assert answers(served(tmp_path, tp)) == generated(tmp_path, PROMPTS)
+    assert answers(served(tmp_path, tp)) == generated(tmp_path, PROMPTS, NUM_NEW)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
