@@ -1,4 +1,4 @@
-"""Parts of a context, by its own length; programs that compute them, by the step (pure).
+"""Parts of a context by its own length, and programs that share them (pure).
 
 Results of parts are merged in their order, so they decide bits. Programs only share them out.
 """
@@ -25,7 +25,7 @@ Programs of shorter contexts find nothing to do, but they are launched.
 
 
 def most_parts(longest: int, window: int | None) -> int:
-    """Parts of any context of up to ``longest`` keys: room for their results.
+    """Most parts of a context of up to ``longest`` keys.
 
     They begin at multiples of their size, so that a window may reach into one more.
     """

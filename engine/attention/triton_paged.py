@@ -32,7 +32,7 @@ MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
 FIXED_LINES = 32
-"""Queries times heads of any tile, where tokens have the same bits alone and among others.
+"""Queries times heads of any tile of a cache that is ``fixed``.
 
 Results of a part, and of those before it, have to fit the registers.
 """
@@ -64,7 +64,7 @@ class TritonPagedAttention(PagedTensors):
     programs: int | None = None
     """Programs that keep the device busy; None: what suits it."""
     fixed: bool = False
-    """Whether a token has the same bits alone and among others of its request (``--batch-invariant``).
+    """Whether a token's bits are the same in chunks of any size (``--batch-invariant``).
 
     Contexts of longer rows then have the parts that those of single tokens have.
     """
@@ -291,7 +291,7 @@ class _Launch:
         tiles: Tiles,
         queries: int | None = None,
     ) -> None:
-        """Launch attention for tiles of at most so many queries each; None: those of single tokens."""
+        """Launch attention for tiles of so many queries each; None: of single tokens."""
         shape, num_tiles, cache = self.shape, len(tiles), self.cache
         is_single, group = queries is None, self.heads // shape.kv_heads
         parts = splits.most_parts(tiles.longest, shape.window) if is_single else 1

@@ -1,4 +1,4 @@
-"""Batch-invariant operators on a GPU: products and sums along rows are Triton kernels with fixed tiles.
+"""Batch-invariant operators on a GPU: Triton kernels with fixed tiles.
 
 torch's products choose how they sum by the number of rows, and so do its sums. What it computes number by
 number has the bits of that number alone, and so have those of its kernels that give each row threads of its
@@ -23,7 +23,7 @@ BY_ROW = frozenset((
     "argsort", "layer_norm", "log_softmax", "max", "min", "native_layer_norm", "rms_norm", "softmax",
     "sort", "topk",
 ))  # fmt: skip
-"""Operators that give each row threads of its own, or whose order of terms does not count."""
+"""Operators that compute each row by itself, or whose order does not count."""
 SHARED_OUT = frozenset((
     "cummax", "cumprod", "cumsum", "linalg_vector_norm", "logsumexp", "norm", "prod", "std", "std_mean",
     "var", "var_mean",
@@ -31,9 +31,9 @@ SHARED_OUT = frozenset((
 """Operators that share the sum of a row out by the number of rows."""
 SOFTMAXES = frozenset(("_log_softmax", "_softmax", "log_softmax", "softmax"))
 WARP_WIDTH, VECTOR_WIDTH = 1024, 16
-"""Width up to which one warp computes softmax of a row; wider rows have to be whole vectors.
+"""Width up to which one warp computes softmax of a row.
 
-Otherwise the kernel sums by the address at which a row begins.
+Wider rows have to be whole vectors. Otherwise the kernel sums by the address at which a row begins.
 """
 
 

@@ -1,4 +1,6 @@
-"""Triton kernels whose tiles do not follow the number of rows: products and sums along rows.
+"""Triton kernels with tiles of one size for any number of rows.
+
+They are products, and sums along rows.
 
 A row's bits then depend on the row and on the matrix alone. Numbers are added up in float32. ``WIDEN`` is as
 in :mod:`engine.gpu.grouped_kernels`.
