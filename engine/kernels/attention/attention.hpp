@@ -14,7 +14,7 @@ namespace {
 
 // A few rows are through with their keys as fast as these come from memory: what is wanted next is asked for all the time. Many rows
 // take long for a block.
-constexpr bool asks_in_steps(int rows) { return rows <= 6; }
+constexpr bool asks_in_steps(int rows) { return rows <= std::min(6, MAX_ROWS - 1); }
 constexpr int64_t STEPS_PER_ASK = 4;  // each costs as much as a few products
 
 // Adds products of rows, which lie `pitch` bytes apart, with PANELS panels in so many segments of `steps` lines: at(segment, panel) is

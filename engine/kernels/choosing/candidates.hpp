@@ -12,8 +12,8 @@
 
 namespace {
 
-// e^x for x <= 0, to the last digits of a float; 0 from -104 on.
-Floats chance_ps(Floats x) {
+// e^x for x <= 0, to the last digits of a float; 0 from -104 on. Inlined by force: two registers are handed over in memory.
+[[gnu::always_inline]] inline Floats chance_ps(Floats x) {
     x = maximum(x, filled(-104.f));
     Floats n = to_integers(x * filled(1.44269504f));
     Floats f = fnmadd(n, filled(0.693147182f), x);  // ln 2, then what a float leaves out of it

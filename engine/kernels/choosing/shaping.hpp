@@ -28,7 +28,7 @@ void leave_out(float* logits, int64_t n, int64_t first, const uint8_t* mask) {
     for (; i + LANES <= n; i += LANES) {
         uint16_t bits;
         std::memcpy(&bits, mask + (first + i) / 8, sizeof bits);
-        store(logits + i, filled(-INFINITY), Mask(~bits));
+        store(logits + i, picked(bits, load(logits + i), filled(-INFINITY)));  // whole: stores of some lanes take long with AVX2
     }
     for (; i < n; ++i)
         if (!may(first + i)) logits[i] = -INFINITY;
