@@ -32,7 +32,7 @@ ROUNDING = np.dtype([("scale", np.float64), ("zero", np.int64), ("is_symmetric",
 """See ``rounding.hpp``."""
 
 
-class Arithmetic(enum.IntEnum):
+class CodeArithmetic(enum.IntEnum):
     """Ways from codes to weights that give the same bits: see ``coded_rows.hpp``."""
 
     ANY = 0
@@ -55,7 +55,7 @@ class QuantizedPanels(RecordedWeights):
         bits: int,
         is_float: bool = False,
         order: torch.Tensor | None = None,
-        arithmetic: Arithmetic = Arithmetic.ANY,
+        arithmetic: CodeArithmetic = CodeArithmetic.ANY,
     ) -> None:
         """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16].
 
@@ -167,27 +167,27 @@ _SMALL, _LARGE = 2.0**-90, 2.0**90
 """Scales by which no step of the arithmetic leaves the normal numbers."""
 
 
-def _arithmetic(codes: Codes, dtype: torch.dtype) -> Arithmetic:
+def _arithmetic(codes: Codes, dtype: torch.dtype) -> CodeArithmetic:
     scales, zeros = codes.scales, codes.zeros
     largest = 2.0**7 if codes.is_float and codes.bits == 8 else _LARGE  # times FLOAT8 it is a float
     sizes = scales[scales != 0].abs()
     if codes.order is not None or not bool(scales.isfinite().all()):
-        return Arithmetic.ANY
+        return CodeArithmetic.ANY
     if len(sizes) and (sizes.min() < _SMALL or sizes.max() > largest):
-        return Arithmetic.ANY
+        return CodeArithmetic.ANY
     if zeros is not None:
         offsets = zeros + 2.0 ** (codes.bits - 1)
         products = offsets.double() * scales.double()
         is_whole = bool(((zeros == zeros.round()) & (zeros.abs() <= 1 << 12)).all())
         if not is_whole or not torch.equal(products.float().double(), products):
-            return Arithmetic.ANY
+            return CodeArithmetic.ANY
     if dtype == torch.float32:
-        return Arithmetic.EXACT
+        return CodeArithmetic.EXACT
     if codes.bits == 8 or zeros is not None:
-        return Arithmetic.BY_FLOATS
+        return CodeArithmetic.BY_FLOATS
     spare = 6 if codes.is_float else 5  # of the eight bits of a bfloat16, what codes leave for scales
     has_more = scales.contiguous().view(torch.int32) & ((1 << (24 - spare)) - 1)
-    return Arithmetic.BY_FLOATS if bool(has_more.any()) else Arithmetic.EXACT
+    return CodeArithmetic.BY_FLOATS if bool(has_more.any()) else CodeArithmetic.EXACT
 
 
 def _laid(parts: Sequence[Sequence[torch.Tensor]], arena: Arena) -> list[torch.Tensor]:

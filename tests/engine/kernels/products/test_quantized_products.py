@@ -14,7 +14,7 @@ from engine.kernels.core.rows import pitch_of, spaced
 from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.make import make_program
 from engine.kernels.products.packing import Packer
-from engine.kernels.products.quantized import Arithmetic, QuantizedPanels
+from engine.kernels.products.quantized import CodeArithmetic, QuantizedPanels
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.stacks import TWICE
 from engine.model.quantization.weight_codes import Codes
@@ -92,22 +92,25 @@ def quantised(
 
 
 ROUNDED = {
-    "int4, ties": ({"bits": 4, "group": 32, "scale_bits": 8}, Arithmetic.BY_FLOATS),
+    "int4, ties": ({"bits": 4, "group": 32, "scale_bits": 8}, CodeArithmetic.BY_FLOATS),
     "int4 with zeros, ties": (
         {"bits": 4, "group": 32, "scale_bits": 11, "zeros": True},
-        Arithmetic.BY_FLOATS,
+        CodeArithmetic.BY_FLOATS,
     ),
-    "int8, ties": ({"bits": 8, "group": 64, "scale_bits": 8}, Arithmetic.BY_FLOATS),
-    "int8 with zeros, ties": ({"bits": 8, "group": 64, "scale_bits": 8, "zeros": True}, Arithmetic.BY_FLOATS),
-    "fp8, ties": ({"bits": 8, "group": 64, "scale_bits": 8, "is_float": True}, Arithmetic.BY_FLOATS),
-    "int4, nothing to round": ({"bits": 4, "group": 32, "scale_bits": 5}, Arithmetic.EXACT),
+    "int8, ties": ({"bits": 8, "group": 64, "scale_bits": 8}, CodeArithmetic.BY_FLOATS),
+    "int8 with zeros, ties": (
+        {"bits": 8, "group": 64, "scale_bits": 8, "zeros": True},
+        CodeArithmetic.BY_FLOATS,
+    ),
+    "fp8, ties": ({"bits": 8, "group": 64, "scale_bits": 8, "is_float": True}, CodeArithmetic.BY_FLOATS),
+    "int4, nothing to round": ({"bits": 4, "group": 32, "scale_bits": 5}, CodeArithmetic.EXACT),
     "mxfp4, nothing to round": (
         {"bits": 4, "group": 32, "scale_bits": 1, "is_float": True},
-        Arithmetic.EXACT,
+        CodeArithmetic.EXACT,
     ),
-    "int4, small": ({"bits": 4, "group": 32, "size": 1e-30}, Arithmetic.ANY),
-    "int8, large": ({"bits": 8, "group": 64, "size": 1e36}, Arithmetic.ANY),
-    "int4 with zeros of all bits": ({"bits": 4, "group": 32, "zeros": True}, Arithmetic.ANY),
+    "int4, small": ({"bits": 4, "group": 32, "size": 1e-30}, CodeArithmetic.ANY),
+    "int8, large": ({"bits": 8, "group": 64, "size": 1e36}, CodeArithmetic.ANY),
+    "int4 with zeros of all bits": ({"bits": 4, "group": 32, "zeros": True}, CodeArithmetic.ANY),
 }
 """Forms by how their weights are rounded, and what AVX2 may do."""
 
