@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 Product = Literal["grouped_mm", "triton", "fixed", "batched_mm"]
-"""torch's operator, our kernel with tiles by the number of rows or fixed ones, or copies of the weights.
+"""Operators of experts: torch's, our kernel in two forms, or copies of the weights.
 
-The last where steps are small.
+Tiles of our kernel follow the number of rows, or are fixed. Copies are for small steps.
 """
 
 FAST_MAJORS = (9, 10)
