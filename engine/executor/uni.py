@@ -271,7 +271,7 @@ class UniExecutor(SpreadShard):
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
 
     def _fix_tiles(self, model: LoadedModel) -> FixedBlocks:
-        """Context in which Triton kernels compute, with tiles that do not follow the number of rows."""
+        """Context in which Triton kernels compute, with tiles independent of the number of rows."""
         if any(map(coded_of, model.module.parameters())):
             raise CheckpointError(
                 "--batch-invariant: tiles of packed weights follow the number of rows on a GPU. Leave the "

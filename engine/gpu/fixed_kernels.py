@@ -82,7 +82,7 @@ def add_cuts(
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Program (part): outputs [count, OUT], each the sum of its cuts [CUTS, count, OUT] in their order."""
+    """Program (part): outputs [count, OUT] as sums of cuts [CUTS, count, OUT], in order."""
     numel = count.to(tl.int64) * OUT
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel

@@ -9,7 +9,7 @@ import torch
 from engine.gpu import fixed_kernels as kernels
 
 TILE, WIDE_TILE = (64, 64, 64), (16, 64, 32)
-"""Rows, outputs and inputs of a tile; of float32, of which larger ones would not fit the registers."""
+"""Rows, outputs and inputs of a tile of float32: larger ones exceed the registers."""
 WANTED_PROGRAMS = 264
 """Programs that keep a device busy, whichever it is: two for each of 132 multiprocessors."""
 MOST_CUTS, LEAST_CUT = 8, 256
@@ -68,7 +68,7 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 @cache
 def cuts_of(parts: int, inputs: int) -> tuple[int, int]:
-    """Number of cuts of the sums of a matrix with so many tiles of outputs, and inputs of each.
+    """Number of cuts of a matrix's sums, and inputs of each.
 
     Few outputs alone would not keep a device busy with one row. The number of rows does not count.
     """

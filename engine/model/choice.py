@@ -46,7 +46,7 @@ PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
 They are enough for several tiles, and for a context of four parts.
 """
 PROGRAMS = 1 << 16
-"""Number of GPU programs that the kernels assume in the check, so that each part has one."""
+"""Number of GPU programs assumed in the check: one for each part."""
 
 
 def choose_backend(

@@ -67,7 +67,7 @@ PLATFORMS = (
 )
 MAGIC = r"\x7fELF\x02\x01\x01\x00" + r"\x00" * 8 + r"\x02\x00\xb7\x00"
 MASK = r"\xff" * 7 + r"\x00" + r"\xff" * 8 + r"\xfe\xff\xff\xff"
-"""Programs for ARM64, as the kernel is told to know them: their first bytes, and which of these matter."""
+"""First bytes of programs for ARM64, and which of them matter."""
 ENTER = r"""
 set -e
 mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc

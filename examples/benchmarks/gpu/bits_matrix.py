@@ -1,4 +1,4 @@
-"""Bits of a row alone and in batches, operator by operator: which is the first that differs.
+"""Bits of a row alone and in batches: the first operator that differs.
 
     python3 -m examples.benchmarks.gpu.bits_matrix --output build/bits.json
     python3 -m examples.benchmarks.gpu.bits_matrix --device cpu --tiny --output build/bits.json
@@ -85,7 +85,7 @@ class Report:
         self.path.write_text(json.dumps(self.facts | self.summary() | {"cells": self.cells}, indent=1))
 
     def summary(self) -> Cell:
-        """Of each mode the operators that differ, in the order of a step, and the first cell."""
+        """Operators that differ by mode, in a step's order, and the first cell."""
         found: Cell = {}
         for mode in MODES:
             differ = [each for each in self.cells if each["mode"] == mode and not each["equal"]]
@@ -180,7 +180,7 @@ class Attention:
         self.key, self.value = operators.random(2, sizes.kv_heads, most, sizes.dim)
 
     def rows(self, context: int, beside: int, count: int) -> PackedRows:
-        """A row of this context first; each writes its token to a block of its own."""
+        """A row of this context first; each has a block of its own."""
         starts = np.array([context, *[beside] * (count - 1)]) - 1
         tables = np.tile(np.arange(self.pages, dtype=np.int32), (count, 1))
         tables[np.arange(count), starts // BLOCK] = self.pages + np.arange(count)
@@ -192,7 +192,7 @@ class Attention:
         return plan.attend(0, query, key, value, Scoring(self.sizes.dim**-0.5))
 
     def captured(self, count: int) -> Callable[[int, int], torch.Tensor]:
-        """The same from a graph for so many rows; on a CPU it is computed again."""
+        """The same from a graph for so many rows; on a CPU again without."""
         buffers = self.cache.decode_buffers(count, self.sizes.long + BLOCK)
         query, key, value = (each[:, :count].contiguous() for each in (self.query, self.key, self.value))
         scoring = Scoring(self.sizes.dim**-0.5)

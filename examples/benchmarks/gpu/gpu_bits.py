@@ -1,4 +1,4 @@
-"""Bits on a GPU in nine minutes: operators alone and in batches, whole models, and the price.
+"""Bits on a GPU in nine minutes: operators, whole models, and the price.
 
     python3 -m examples.benchmarks.gpu.gpu_bits
     python3 -m examples.benchmarks.gpu.gpu_bits --device cpu --tiny       # tries the script itself

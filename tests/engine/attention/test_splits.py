@@ -54,7 +54,7 @@ def test_there_are_never_too_many_programs() -> None:
 
 
 def test_there_is_room_for_the_parts_of_each_context() -> None:
-    """Also of shorter ones, whose parts are smaller, and of windows that begin within a part."""
+    """Also of shorter contexts, and of windows that begin within a part."""
     lengths = [*range(1, 3000, 7), 8191, 8192, 8193, 16384, 16385, 40_000]
     for window in (None, 1, 20, 256, 4096, 10_000):
         most = 0

@@ -1,4 +1,4 @@
-"""Bits of a token's attention in the Triton kernels: they follow its own context, and nothing beside it."""
+"""Bits of a token's attention in Triton follow its own context alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE, PAGES = 8, 16
 TOKENS = BLOCK_SIZE * PAGES
 HEADS = 4
 LENGTHS = [1, 16, 17, 40, 64, 65, 100, 128]
-"""Tokens of the requests: up to and beyond the ends of parts, and beyond where parts grow."""
+"""Tokens of the requests, around the ends of parts and beyond where parts grow."""
 CASES = {
     "plain": (LayerShape(2, 16, 16, None), None, False),
     "window": (LayerShape(1, 16, 16, 20), None, False),
@@ -29,7 +29,7 @@ cases = pytest.mark.parametrize("case", CASES)
 
 
 class Requests:
-    """Requests whose keys and values are in the cache, but for those that a step writes."""
+    """Requests whose keys and values are cached but for a step's own."""
 
     def __init__(self, case: str) -> None:
         self.shape, self.softcap, has_sinks = CASES[case]
@@ -63,7 +63,7 @@ class Requests:
         return cache
 
     def pack(self, rows: Sequence[tuple[int, int, int]]) -> tuple[PackedRows, tuple[torch.Tensor, ...]]:
-        """Rows (request, first token, how many) of a step, and queries, keys and values [heads, tokens, dim]."""
+        """Rows of a step, and its queries, keys and values [heads, tokens, dim]."""
         requests, starts, counts = (np.array(column) for column in zip(*rows, strict=True))
         positions = np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
         packed = PackedRows(starts, counts, self.tables[requests], positions, int((counts == 1).sum()))
@@ -105,7 +105,7 @@ def alone(requests: Requests, cache: TritonPagedAttention) -> list[torch.Tensor]
 
 @cases
 def test_neighbours_graphs_and_the_device_change_no_bit(case: str) -> None:
-    """A row alone, beside short and long ones, in graphs of two sizes, by few programs and by many."""
+    """A row alone and beside others, in two graphs, by few and many programs."""
     requests = Requests(case)
     expected = alone(requests, requests.cache(programs=264))
     everyone = [7, 6, 5, 4, 3, 2, 1, 0]

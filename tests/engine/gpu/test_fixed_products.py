@@ -1,4 +1,4 @@
-"""Products and sums with fixed tiles: right, and for each row the bits that it has alone."""
+"""Products and sums with fixed tiles: each row has its bits alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.gpu.grouped_experts import fixed_forward
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCHES = (1, 2, 8, 32, 256)
 SHAPES = [(96, 64), (70, 700), (33, 1030)]
-"""Outputs and inputs: one cut, two, and three that end in the middle of a tile."""
+"""Outputs and inputs: one cut, two, and three that end inside a tile."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -190,7 +190,7 @@ def step(core: EngineCore, found: Answers, idle: Callable[[], None]) -> None:
 def settings(
     directory: Path, block_size: int = 16, dtype: Any = "bfloat16", kept: Any = "auto", **device: Any
 ) -> EngineConfig:
-    """Settings of an instance, on the CPU by default; ``kept``: what keys and values are kept as."""
+    """Settings of an instance; ``kept``: data type of keys and values."""
     return EngineConfig(
         model=ModelConfig(model=str(directory), dtype=dtype),
         cache=CacheConfig(block_size=block_size, kv_cache_dtype=kept),

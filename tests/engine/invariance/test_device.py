@@ -42,9 +42,9 @@ from tests.engine.tiny_models import make_tiny_model
 
 BLOCK = 16
 CONTEXT = 48
-"""Tokens of the first request: three parts. The others have up to a block of them."""
+"""Tokens of the first request: three parts; others have up to a block."""
 FAMILIES = ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt_oss"]
-"""Dense; norms of heads; windows, soft caps and GELU; experts; sinks, biases and experts of another form."""
+"""Five forms of models, dense and with experts."""
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": CONTEXT}
 NEIGHBOURS = 255
 DEVICES = [
@@ -138,7 +138,7 @@ SIZES = [
 def test_a_row_in_a_batch_has_the_bits_that_it_has_alone(
     family: str, size: int, device: str, cells: Callable[[str, str], Cell]
 ) -> None:
-    """Batches of 2, 8, 32 and 256: a row with a long context beside short ones."""
+    """Batches of 2 to 256: a row with a long context beside short ones."""
     cell = cells(family, device)
     kv = cell.cache()
     cell.run(kv, [(0, 0, CONTEXT - 1)])
@@ -155,7 +155,7 @@ def test_a_row_in_a_batch_has_the_bits_that_it_has_alone(
 def test_chunks_and_resumption_change_no_bit(
     family: str, device: str, cells: Callable[[str, str], Cell]
 ) -> None:
-    """A request in pieces beside others; and one that goes on elsewhere, its answer part of a prompt."""
+    """A request in pieces beside others, and one that goes on elsewhere."""
     cell = cells(family, device)
     kv = cell.cache()
     steps: list[Rows] = [
@@ -173,7 +173,7 @@ def test_chunks_and_resumption_change_no_bit(
 
 
 def test_graphs_change_no_bit(cells: Callable[[str, str], Cell]) -> None:
-    """A decode step filled up to another size, in buffers with room for the longest context."""
+    """A decode step filled up to another size, in buffers for the longest context."""
     cell = cells("qwen3_moe", "cpu")
     kv = cell.cache()
     cell.run(kv, [(0, 0, CONTEXT - 1)])
