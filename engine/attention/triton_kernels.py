@@ -91,14 +91,14 @@ def attend_to_keys(
     scale,
     softcap,
     window,
-    KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -237,8 +237,8 @@ def attend(
             start = (first_part + number) * share
             peak, total, sums = attend_to_keys(
                 q, keys, values, table, tl.maximum(start, begin), tl.minimum(start + share, end), kv_head,
-                query_position, scale, softcap, window, KV_HEADS, KEY_DIM,
-                VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V, WINDOWED, CAPPED, WIDEN,
+                query_position, scale, softcap, window, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                BLOCK_K, BLOCK_V, KV_HEADS, KEY_DIM, VALUE_DIM, WINDOWED, CAPPED, WIDEN,
             )  # fmt: skip
             part = (number * tl.num_programs(0) + tile) * HEADS + head
             tl.store(part_peaks + part, peak, mask=in_tile)
@@ -260,16 +260,16 @@ def attend(
                 start = (first_part + number) * share
                 part_peak, part_total, added = attend_to_keys(
                     q, keys, values, table, tl.maximum(start, begin), tl.minimum(start + share, end), kv_head,
-                    query_position, scale, softcap, window, KV_HEADS, KEY_DIM,
-                    VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V, WINDOWED, CAPPED, WIDEN,
+                    query_position, scale, softcap, window, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                    BLOCK_K, BLOCK_V, KV_HEADS, KEY_DIM, VALUE_DIM, WINDOWED, CAPPED, WIDEN,
                 )  # fmt: skip
                 peak, total, shrink, grow = merged(peak, total, part_peak, part_total)
                 sums = sums * shrink[:, None] + added * grow[:, None]
         else:
             part_peak, part_total, added = attend_to_keys(
                 q, keys, values, table, begin, end, kv_head,
-                query_position, scale, softcap, window, KV_HEADS, KEY_DIM,
-                VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V, WINDOWED, CAPPED, WIDEN,
+                query_position, scale, softcap, window, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                BLOCK_K, BLOCK_V, KV_HEADS, KEY_DIM, VALUE_DIM, WINDOWED, CAPPED, WIDEN,
             )  # fmt: skip
             peak, total, shrink, grow = merged(peak, total, part_peak, part_total)
             sums = added * grow[:, None]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.gpu.grouped_kernels import with_products
+
 
 @triton.jit(
     do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "sums"]
@@ -52,17 +54,10 @@ def fixed_product(
         first, last = own, own + 1
     for cut in range(first, last):
         added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(cut * CUT, tl.minimum(cut * CUT + CUT, IN), BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            in_k = k < IN
-            left = tl.load(line[:, None] + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0)
-            right = tl.load(
-                column[None, :] + k[:, None] * weight_in, mask=in_out[None, :] & in_k[:, None], other=0.0
-            )
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            added += tl.dot(left, right, input_precision="ieee")
-        total += added
+        end = tl.minimum(cut * CUT + CUT, IN)
+        total += with_products(
+            added, line, column, weight_in, in_rows, in_out, cut * CUT, end, IN, BLOCK_K, WIDEN
+        )
     place = m.to(tl.int64)[:, None] * OUT + n[None, :]
     if SPREAD:
         place += own.to(tl.int64) * count * OUT

@@ -81,6 +81,37 @@ def group_of_tile(ends, tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOC
     return expert, first, tl.sum(tl.where(chosen, stop, 0), 0)
 
 
+@triton.jit
+def with_products(
+    sums,
+    line,
+    column,
+    weight_in,
+    in_rows,
+    in_out,
+    begin,
+    end,
+    IN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Sums [BLOCK_M, BLOCK_N] and the products of a tile's inputs from ``begin`` to ``end``.
+
+    ``line``: addresses of rows; ``column``: those of outputs' weights.
+    """
+    for start in range(begin, end, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_k = k < IN
+        left = tl.load(line[:, None] + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0)
+        right = tl.load(
+            column[None, :] + k[:, None] * weight_in, mask=in_out[None, :] & in_k[:, None], other=0.0
+        )
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        sums += tl.dot(left, right, input_precision="ieee")
+    return sums
+
+
 @triton.jit(do_not_specialize=["top_k"], do_not_specialize_on_alignment=STEP_ADDRESSES)
 def grouped_product(
     rows,
@@ -123,16 +154,7 @@ def grouped_product(
         line = rows + source.to(tl.int64) * row_stride
         column = weights + expert.to(tl.int64) * weight_expert + n.to(tl.int64) * weight_out
         sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, IN, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            in_k = k < IN
-            left = tl.load(line[:, None] + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0)
-            right = tl.load(
-                column[None, :] + k[:, None] * weight_in, mask=in_out[None, :] & in_k[:, None], other=0.0
-            )
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            sums += tl.dot(left, right, input_precision="ieee")
+        sums = with_products(sums, line, column, weight_in, in_rows, in_out, 0, IN, IN, BLOCK_K, WIDEN)
         if BIAS:
             sums += tl.load(bias + expert * bias_expert + n, mask=in_out, other=0.0).to(tl.float32)[None, :]
         tl.store(
