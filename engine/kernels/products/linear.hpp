@@ -54,14 +54,15 @@ void linear(const Operation& op, const Step& step, Work& work) {
     }, place, std::max<int64_t>(1, op.b), in_width);
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
-    work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
-        uint32_t* room = room_for<In>(weights, op.k, rows, now.size());
-        products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<In>(op.k, rows) * now.size());
-        row_blocks<In>(op.k, rows, [&](int64_t first, int64_t count) {
+    share_out_panels<In>(work, op.k, rows, pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next, int64_t begin, int64_t some) {
+        uint32_t* room = room_for<In>(weights, op.k, some, now.size());
+        products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<In>(op.k, some) * now.size());
+        row_blocks<In>(op.k, some, [&](int64_t behind, int64_t count) {
+            const int64_t first = begin + behind;
             for (int64_t pair = now.begin; pair < now.end; ++pair) {
                 int64_t column = 2 * pair * LANES, then = behind_in(pair, now, next);
                 auto* inputs = static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(in_width) + column / op.n * op.step_in;
-                products.multiply(inputs, op.k, count, panels_of(pair), panels_of(then), first == 0,
+                products.multiply(inputs, op.k, count, panels_of(pair), panels_of(then), behind == 0,
                                   {first, place_of(column), place_of(column + LANES), lanes_of(int(outputs - column)),
                                    lanes_of(int(std::max<int64_t>(0, outputs - column - LANES)))},
                                   room == nullptr ? nullptr : room + (pair - now.begin) * 2 * panel);
@@ -83,14 +84,15 @@ void gated(const Operation& op, const Step& step, Work& work) {
     auto* bias = static_cast<const float*>(op.more);
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
-    work.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
-        uint32_t* room = room_for<In>(weights, op.k, rows, now.size());
-        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<In>(op.k, rows) * now.size());
-        row_blocks<In>(op.k, rows, [&](int64_t first, int64_t count) {
+    share_out_panels<In>(work, op.k, rows, panels, CACHED_BYTES / (8 * words), [&](Share now, Share next, int64_t begin, int64_t some) {
+        uint32_t* room = room_for<In>(weights, op.k, some, now.size());
+        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<In>(op.k, some) * now.size());
+        row_blocks<In>(op.k, some, [&](int64_t behind, int64_t count) {
+            const int64_t first = begin + behind;
             for (int64_t panel = now.begin; panel < now.end; ++panel) {
                 int64_t column = panel * LANES, then = behind_in(panel, now, next);
                 products.multiply(static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(op.k), op.k, count, panels_of(panel),
-                                  panels_of(then), first == 0,
+                                  panels_of(then), behind == 0,
                                   {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
                                    bias ? bias + column : nullptr, bias ? bias + op.n + column : nullptr},
                                   room == nullptr ? nullptr : room + (panel - now.begin) * 2 * words);

@@ -710,11 +710,36 @@ int64_t warm_tiles(int64_t k, int64_t rows) {
     return std::max<int64_t>(0, (rows - 1) / (2 * TILE)) * (k / T::PACK / TILE);
 }
 
-// Calls body(first, count) for blocks of rows: of as many as tiles take, or as each thread has room for where rows are widened, or
-// once for all.
+// Rows that are widened at a time: blocks of the same size, whose bytes stay in a core's own cache beside the panels that come by.
+constexpr int64_t WIDENED_BYTES = 384 << 10, LEAST_WIDENED = 8 * MAX_ROWS;
+template <class T>
+int64_t widened_rows(int64_t k, int64_t rows) {
+    const int64_t most = std::clamp<int64_t>(WIDENED_BYTES / (widened_pitch<T>(k) * int64_t(sizeof(float))), LEAST_WIDENED, WIDENED_ROWS);
+    const int64_t blocks = (rows + most - 1) / most, each = (rows + blocks - 1) / blocks;
+    return blocks == 1 ? rows : std::min((each + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS, WIDENED_ROWS);
+}
+
+// Calls body(now, next, first, count) for all of so many panels or pairs and all rows, shared out among threads. Where rows are
+// widened a thread goes through all panels with some rows before it takes others: so it widens each of them once.
+template <class T, class Body>
+inline void share_out_panels(Work& work, int64_t k, int64_t rows, int64_t panels, int64_t most, Body body) {
+    const int64_t block = widens<T>() ? widened_rows<T>(k, rows) : rows, blocks = (rows + block - 1) / block;
+    work.share_out(blocks * panels, most, [&](Share now, Share next) {
+        while (now.size() > 0) {
+            const int64_t number = now.begin / panels, before = number * panels, first = number * block;
+            const Share here{now.begin - before, std::min(now.end - before, panels)};
+            now.begin = before + here.end;
+            const Share& behind = now.size() > 0 ? now : next;
+            const int64_t then = behind.begin % panels;
+            body(here, Share{then, then + behind.size()}, first, std::min(block, rows - first));
+        }
+    });
+}
+
+// Calls body(first, count) for blocks of rows: of as many as tiles take, or once for all.
 template <class T, class Body>
 inline void row_blocks(int64_t k, int64_t rows, Body body) {
-    int64_t block = use_tiles<T>() && are_whole_tiles<T>(k, 1) ? 2 * TILE : widens<T>() ? WIDENED_ROWS : rows;
+    int64_t block = use_tiles<T>() && are_whole_tiles<T>(k, 1) ? 2 * TILE : rows;
     for (int64_t first = 0; first < rows; first += block) body(first, std::min(block, rows - first));
 }
 
