@@ -14,6 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # so that it runs from any directory
+
 from examples.benchmarks.gpu.gpu_first import Parts, Result, facts, measured, tests
 
 MOST_SECONDS = 560.0
