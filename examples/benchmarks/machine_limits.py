@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Current memory bandwidth and matrix rate of the machine, as JSON.
+"""Current memory bandwidth and rate of multiply-adds of the machine, as JSON.
 
-GB/s of reading a GiB with all threads, and GFLOP/s of a product of two bfloat16 matrices of 1024 x 1024.
+GB/s of reading memory with all threads, and GFLOP/s of the best kind of native kernels in bfloat16, or in
+float32 where its vectors have no instruction for that (:mod:`parallel.machine_rates`).
 
 Benchmarks run this before and after, in a process of its own: compare two runs only where these agree.
 """
@@ -12,32 +13,23 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from pathlib import Path
 
-READS, PRODUCTS = 4, 20
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
+from parallel.machine_rates import measure_machine
 
 
-def measure(threads: int) -> dict[str, float]:
-    import torch
-
-    torch.set_num_threads(threads)
-    block = torch.ones(1 << 28, dtype=torch.float32)
-    one = torch.ones(1024, 1024, dtype=torch.bfloat16)
+def measure() -> dict[str, float]:
+    rates = measure_machine(os.environ.get("LOCKSTEP_NATIVE_KERNELS", "").replace("0", ""))
+    if rates is None:
+        raise SystemExit("there is no C++ compiler here, by which the limits are measured")
+    products = rates.all_cores.get("bfloat16", rates.all_cores["float32"])
     return {
-        "read_gb_per_s": round(block.nbytes / best_of(READS, block.sum) / 1e9, 1),
-        "bf16_gflop_per_s": round(2 * 1024**3 / best_of(PRODUCTS, lambda: one @ one) / 1e9),
+        "read_gb_per_s": rates.read_all_cores,
+        "bf16_gflop_per_s": round(products),
         "load_average": os.getloadavg()[0],
     }
-
-
-def best_of(times: int, action: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 def calibrate() -> dict[str, float]:
@@ -51,4 +43,4 @@ def calibrate() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(os.cpu_count() or 1)))
+    print(json.dumps(measure()))

@@ -17,9 +17,9 @@ Printed for each step:
     attention   GFLOP/s of attention's two products, and its share of what memory and products allow it
     then        ms by kind of operation, by the kernels' own account
 
-The limits are measured first, on the same threads: reading a GiB, and reading a block of the model's size
-again and again (which a large cache may hold); a product of 1024 x 1024 matrices, in this
-type or in float32, whichever is faster.
+The limits are measured first, on as many threads: reading memory, and reading a block of the model's size
+again and again (which a large cache may hold); multiply-adds of the kind of kernels from its registers, in
+this type or in float32, whichever is faster, or a product of 1024 x 1024 matrices where tiles make it faster.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
 from examples.benchmarks.bench_lockstep import print_table
 from parallel.kernel_kinds import KINDS
+from parallel.machine_rates import best_kind, probe
 from router.tools.bench.report import machine
 
 CONTEXT = 160
@@ -73,15 +74,17 @@ def median_of(action: Callable[[], object], times: int) -> float:
     return statistics.median(seconds)
 
 
-def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
+def limits(dtype: torch.dtype, model_bytes: int, threads: int, kind: str) -> dict[str, float]:
     """Bytes and operations per second that these threads reach."""
-    large = torch.ones(1 << 28, dtype=torch.float32)
-    small = torch.ones(max(1, model_bytes // 4), dtype=torch.float32)
+    rates = probe(best_kind(kind))
+    assert rates is not None, "the kernels were compiled"
+    types = {str(dtype).removeprefix("torch."), "float32"}
     matrices = [torch.ones(1024, 1024, dtype=each) for each in {dtype, torch.float32}]  # bfloat16 may be slow
+    products = [2 * 1024**3 / median_of(lambda each=each: each @ each, 5) for each in matrices]
     return {
-        "memory": large.nbytes / median_of(large.sum, 5),
-        "memory_model_size": small.nbytes / median_of(small.sum, 20),
-        "matrix": max(2 * 1024**3 / median_of(lambda each=each: each @ each, 5) for each in matrices),
+        "memory": rates.reading(threads),
+        "memory_model_size": rates.reading(threads, model_bytes),
+        "matrix": max(*(rates.operations(name, threads) for name in types), *products),
     }
 
 
@@ -282,7 +285,8 @@ def main() -> None:
     for stored in (*cache.keys, *cache.values):
         stored.fill_(0.5)  # memory that nobody has written is one page of zeros, read from the first cache
     program.use(cache)
-    reach = limits(dtype, model.weight_bytes)
+    kind = kernels.kind(bfloat16=dtype == torch.bfloat16)
+    reach = limits(dtype, model.weight_bytes, args.threads, kind)
     title = KINDS[kernels.kind(bfloat16=dtype == torch.bfloat16)].title
     print(f"{args.model.name}, {args.dtype}, {args.threads} thread(s), {title}; {machine()}")
     memory, cached, matrix = (value / 1e9 for value in reach.values())

@@ -452,7 +452,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (main_serve, "serve a model: the whole mesh, its head, or headless instances"),
     "status": (_of("router.tools.status"), "show the instances of a mesh, once or all the time"),
     "chat": (_of("router.tools.terminal_chat"), "talk to a model in the terminal"),
-    "bench": (_of("router.tools.bench.command"), "measure a server: bench serve"),
+    "bench": (
+        _of("router.tools.bench.command"),
+        "measure a server or this machine: bench serve, bench machine",
+    ),
     "replay": (
         _of("router.tools.replay.command"),
         "compute saved answers again, from their capsules, and compare them to the bit",

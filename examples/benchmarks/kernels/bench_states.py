@@ -7,8 +7,11 @@
 
 Models have random weights in bfloat16, hidden size 1,024 and 8 layers. Each request has a prompt first; then
 decode steps of 1, 8 and 32 requests are timed, and prompts of 512 tokens. Printed are the median of the
-ratios, the milliseconds of the native step, and the share of them that reading weights and states from
-memory takes at the measured rate.
+ratios, the milliseconds of the native step, and the share of them that reading takes.
+
+Read are the weights of which tokens need all, those experts that so many tokens choose at random, and each
+request's states (not its open rows). The limit is a block of as many bytes, read again and again by as many
+threads: from a cache that holds it, which is named then, else from memory.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ from engine.config import ModelConfig
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
-from engine.model.checkpoint import read_model_info
+from engine.model.checkpoint import EXPERTS, read_model_info
 from engine.model.weights import LoadedModel, load_model
 from engine.states.grid import GRID, boundary_of
 from engine.states.held import StateRows
 from engine.step import RowPieces
 from examples.benchmarks.machine_limits import calibrate
+from parallel.machine_rates import best_kind, cache_sizes, probe
 from router.tools.bench.report import machine
 from tests.families.configs import make_config
 
@@ -180,8 +184,9 @@ def measure(family: str, times: int) -> dict[str, Any]:
     program = make_program(emptied, BLOCK_SIZE)
     if program is None or model.states is None:
         return {}
-    state_bytes = 0 if program.states is None else program.states.kind.num_bytes
-    found: dict[str, Any] = {"weight_bytes": program.weight_bytes, "state_bytes": state_bytes, "steps": {}}
+    reading = probe(best_kind())
+    assert reading is not None, "the kernels were compiled"
+    found: dict[str, Any] = {"steps": {}, "read_bytes": {}, "read_ms": {}}
     with torch.inference_mode():
         for number in REQUESTS:
             requests = Requests(model, program, number)
@@ -190,11 +195,32 @@ def measure(family: str, times: int) -> dict[str, Any]:
                 (requests.by_torch(BEHIND + place, 1), requests.by_kernels(BEHIND + place, 1))
                 for place in range(times)
             ]
-            found["steps"][f"{number} requests"] = in_milliseconds(pairs)
+            name = f"{number} requests"
+            found["steps"][name] = in_milliseconds(pairs)
+            num_bytes = found["read_bytes"][name] = read_bytes(model, program, number)
+            rate = reading.reading(torch.get_num_threads(), num_bytes, times)
+            found["read_ms"][name] = round(1e3 * num_bytes / rate, 3)
         requests = Requests(model, program, 1)
         pairs = [(requests.by_torch(0, PROMPT), requests.by_kernels(0, PROMPT)) for _ in range(min(times, 5))]
         found["steps"][f"prompt of {PROMPT}"] = in_milliseconds(pairs)
     return found
+
+
+def read_bytes(model: LoadedModel, program: Program, number: int) -> int:
+    """Bytes that a decode step of so many requests must read: weights that it uses, and states."""
+    module, config = model.module, model.module.config.get_text_config()
+    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+    chosen = float(sum(size for name, size in sizes.items() if ".experts." in name))
+    others = sum(sizes.values()) - chosen
+    if not config.tie_word_embeddings:  # of the table of tokens, a step reads a row for each
+        table = module.get_input_embeddings().weight
+        others -= table.numel() * table.element_size()
+    if chosen:
+        experts = next(int(getattr(config, name)) for name in EXPERTS if getattr(config, name, None))
+        chosen *= 1 - (1 - model.top_k / experts) ** number
+    kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
+    states = 0 if program.states is None else number * program.states.kind.num_bytes
+    return int(kept * (others + chosen)) + states
 
 
 def in_milliseconds(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
@@ -205,16 +231,14 @@ def in_milliseconds(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def in_words(name: str, page: dict[str, Any], family: dict[str, Any]) -> str:
-    """Ratio of both times, the native time, and its share of the memory limit."""
+    """Ratio of both times, the native time, and the share of it that reading takes."""
     cell = family["steps"][name]
     ratio = statistics.median(theirs / ours for theirs, ours in zip(*cell.values(), strict=True))
     median = statistics.median(cell["native"])
     words = f"{ratio:.1f}x ({median:.1f} ms"
-    if name.endswith("requests"):
-        num_bytes = family["weight_bytes"] + int(name.split()[0]) * family["state_bytes"]
-        words += (
-            f", {100 * num_bytes / page['limits']['read_gb_per_s'] / 1e6 / median:.0f} % of memory's rate"
-        )
+    if name in family.get("read_ms", {}):
+        holds = [level for level, size in page["caches"].items() if size >= family["read_bytes"][name]]
+        words += f", {100 * family['read_ms'][name] / median:.0f} % of the rate of {(*holds, 'memory')[0]}"
     return f"{words})"
 
 
@@ -241,7 +265,13 @@ def main() -> None:
     if args.show is not None:
         show(json.loads(args.show.read_text()))
         return
-    page = {"machine": machine(), "threads": torch.get_num_threads(), "limits": calibrate(), "families": {}}
+    page: dict[str, Any] = {
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "limits": calibrate(),
+        "caches": cache_sizes(),
+        "families": {},
+    }
     for family in args.families or FAMILIES:
         page["families"][family] = measure(family, args.times)
         if args.output_json is not None:

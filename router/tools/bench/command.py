@@ -43,11 +43,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``lockstep bench serve``; returns 1 if any request failed."""
+    """Run ``lockstep bench serve`` or ``machine``; returns 1 if a request failed."""
+    if argv[:1] == ["machine"]:
+        from router.tools.bench import machine_command
+
+        return machine_command.main(argv[1:])
     if argv[:1] != ["serve"]:
         helps = argv[:1] in (["-h"], ["--help"])
         print(
-            f"usage: {PROG} ...  (measures a server; see {PROG} --help)",
+            f"usage: {PROG} ...  (measures a server; see {PROG} --help), or lockstep bench machine",
             file=sys.stdout if helps else sys.stderr,
         )
         return 0 if helps else process.EXIT_USAGE
