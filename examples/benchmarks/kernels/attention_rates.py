@@ -205,8 +205,8 @@ def main() -> None:
     caches = [Layers(kernels, heads, positions, dtype, codes, args.layers) for codes in kinds]
     shape = LayerShape(heads.kv, heads.dim, heads.dim, None)
     cached = [shape.bytes_per_token(dtype, codes) for codes in kinds]
-    reach = limits(dtype, min(1 << 28, positions * max(cached)))
     kind = kernels.kind(bfloat16=dtype == torch.bfloat16)
+    reach = limits(dtype, min(1 << 28, positions * max(cached)), args.threads, kind)
     print(f"{heads}, {args.dtype}, {args.threads} thread(s), {kind}; {machine()}")
     print(f"Memory {reach['memory'] / 1e9:.1f} GB/s, products {reach['matrix'] / 1e9:.0f} GFLOP/s\n")
     lines = []

@@ -217,7 +217,7 @@ def read_bytes(model: LoadedModel, program: Program, number: int) -> int:
         others -= table.numel() * table.element_size()
     if chosen:
         experts = next(int(getattr(config, name)) for name in EXPERTS if getattr(config, name, None))
-        chosen *= 1 - (1 - model.top_k / experts) ** number
+        chosen *= 1 - (1 - model.experts_per_token / experts) ** number
     kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
     states = 0 if program.states is None else number * program.states.kind.num_bytes
     return int(kept * (others + chosen)) + states
