@@ -65,7 +65,7 @@ class RateProbe:
         return _best_rate(lambda _: int(self._multiply[name](ROUNDS)), threads)
 
     def reading(self, threads: int, num_bytes: int | None = None, times: int | None = None) -> float:
-        """Bytes a second, a block of this size read again and again by so many threads.
+        """Bytes a second of a block that so many threads read again and again.
 
         A block that a cache holds is read at that cache's rate. None: one that no cache holds.
         """
@@ -133,7 +133,12 @@ def _best_rate(work: Callable[[int], int], threads: int, times: int | None = Non
     barrier = threading.Barrier(threads + 1)
     done, began, ended = [0] * threads, [0.0] * threads, [0.0] * threads
 
+    cores = sorted(os.sched_getaffinity(0))
+
     def run(index: int) -> None:
+        os.sched_setaffinity(
+            0, {cores[index % len(cores)]}
+        )  # of this thread: measurements are too short to spread
         for _ in range(times):
             barrier.wait()
             began[index] = time.perf_counter()

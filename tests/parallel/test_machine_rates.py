@@ -1,4 +1,4 @@
-"""Rates of this machine: those of all kinds of kernels, and the command that prints them."""
+"""Rates of this machine by kind of kernels, and the command that prints them."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def measure(family: str, times: int) -> dict[str, Any]:
 
 
 def read_bytes(model: LoadedModel, program: Program, number: int) -> int:
-    """Bytes that a decode step of so many requests must read: weights that it uses, and states."""
+    """Bytes that a decode step must read: weights that it uses, and states."""
     module, config = model.module, model.module.config.get_text_config()
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
     chosen = float(sum(size for name, size in sizes.items() if ".experts." in name))
