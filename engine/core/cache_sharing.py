@@ -130,7 +130,9 @@ class CacheSharing:
             self._publisher.turn(self._scheduler.blocks_being_filled)
         for request in self.exchange.turn(self._scheduler.blocks_being_filled, find):
             self._scheduler.add(request)
-        self.forget_checks()
+        if self.exchange.spot_checks is not None:
+            self.exchange.spot_checks.drop_ended(nothing_runs=not self._scheduler.queues.running)
+            self.forget_checks()
         found: list[tuple[bytes, Prefetched | HandedOver]] = []
         for key in self.exchange.take_handed_over():
             self._scheduler.abort(key)

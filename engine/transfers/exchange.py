@@ -262,8 +262,6 @@ class BlockExchange:
         self._loans.hand_over_due(find)
         if self._checks is not None:
             self._checks.drop_ended()
-        if self.spot_checks is not None:
-            self.spot_checks.drop_ended()
         if self._incoming and self.sources.may_hang:
             ready += self._overdue()
         if self.sources.mover.has_ended and not self.is_idle:

@@ -168,10 +168,12 @@ class SpotChecks:
         first_wrong = wrong or (check.boundary if check.is_second else check.blocks)
         return Verdict(first_wrong[0].source if first_wrong else OWN, not check.is_second, names)
 
-    def drop_ended(self) -> None:
-        """End a check whose request gave way to others, between two steps."""
+    def drop_ended(self, *, nothing_runs: bool) -> None:
+        """End a check whose request gave way to others, or will never find room, between two steps."""
         check = self._running
-        if check is not None and check.request.was_admitted and check.request.status is not Status.RUNNING:
+        if check is None or check.request.status is Status.RUNNING:
+            return
+        if check.request.was_admitted or nothing_runs:
             self._end()
 
     def take_over(self) -> list[RequestKey]:

@@ -184,6 +184,28 @@ def test_running_requests_that_found_a_wrong_piece_are_computed_again(
     assert not (serving.memory.read([block])[0] == flipped).all(), "by now it was computed here"
 
 
+@pytest.mark.parametrize("cache", [336, 352, 512])
+def test_a_check_that_finds_no_room_ends(instance: Instance, alone: Answers, cache: int) -> None:
+    """The prompt fills the cache, or most of it, so that a wrong piece's source cannot be looked for."""
+    serving = Serving(instance, How(cache=cache), check_interval=1)
+    try:
+        serving.submit([prompt(0)])
+        serve(serving)
+        chain = [name for name in serving.pool.known if serving.pool.find_prefix([name])]
+        (block,) = serving.pool.find_prefix(chain[7:8])
+        serving.memory.write(block, (serving.memory.read([block])[0] ^ 0x21).data)
+        for number in range(1, 8):
+            serving.submit([prompt(number)])
+            serve(serving)
+        assert serving.found[7] == alone[7]
+        exchange = serving.core.sharing.exchange
+        assert exchange is not None
+        assert exchange.is_open
+        assert serving.core.reports.report(0, 0).blocks_used == 0
+    finally:
+        serving.mover.close()
+
+
 @pytest.mark.nightly
 def test_no_healthy_source_is_blamed_in_twenty_thousand_hits(instance: Instance) -> None:
     serving = Serving(instance, How(cache=2048), check_interval=1)
