@@ -203,6 +203,21 @@ def test_spot_checks_find_a_wrong_state_and_a_wrong_block(
         serving.close()
 
 
+@pytest.mark.parametrize("states", [2, 3, 4])
+def test_spot_checks_end_where_slots_of_states_lack(
+    pair: Pair, submits: list[Submit], alone: Answers, states: int
+) -> None:
+    serving = Serving(pair[0], check_interval=1, states=states)
+    try:
+        for _ in range(3):
+            for each in submits:
+                assert serving.answers([each]) == {each.request: alone[each.request]}
+        assert sum(serving.counters.spot_wrong.values()) == 0
+        assert serving.pool.num_free_boundaries == states
+    finally:
+        serving.close()
+
+
 def test_a_check_of_a_request_that_is_aborted_leaves_nothing(
     both: tuple[Serving, Serving], submits: list[Submit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
