@@ -169,7 +169,7 @@ class SpotChecks:
         return Verdict(first_wrong[0].source if first_wrong else OWN, not check.is_second, names)
 
     def drop_ended(self, *, nothing_runs: bool) -> None:
-        """End a check whose request gave way to others, or will never find room, between two steps."""
+        """End a check whose request gave way, or will never find room."""
         check = self._running
         if check is None or check.request.status is Status.RUNNING:
             return
