@@ -186,7 +186,7 @@ def test_running_requests_that_found_a_wrong_piece_are_computed_again(
 
 @pytest.mark.parametrize("cache", [336, 352, 512])
 def test_a_check_that_finds_no_room_ends(instance: Instance, alone: Answers, cache: int) -> None:
-    """The prompt fills the cache, so the source of a wrong piece cannot be looked for."""
+    """A prompt that fills the cache leaves no room to look for a source."""
     serving = Serving(instance, How(cache=cache), check_interval=1)
     try:
         serving.submit([prompt(0)])
