@@ -272,6 +272,8 @@ class BlockExchange:
         """Forget all names, also of blocks on their way; requests keep what they hold."""
         self._pool.unname(list(self._pool.known))
         self._incoming.void()
+        if self.spot_checks is not None:
+            self.spot_checks.forget()
 
     def _ended(self, end: TransferEnded) -> list[Request]:
         """End a transfer; returns the requests that waited for it."""

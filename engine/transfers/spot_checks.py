@@ -176,6 +176,12 @@ class SpotChecks:
         if check.request.was_admitted or nothing_runs:
             self._end()
 
+    def forget(self) -> None:
+        """The cache forgets all names: nothing that was found before is checked any more."""
+        self._samples.clear()
+        if self._running is not None and not self._running.is_second:
+            self._end()
+
     def take_over(self) -> list[RequestKey]:
         """Requests that are over, and are to be forgotten before they get a token."""
         found, self._over = self._over, []

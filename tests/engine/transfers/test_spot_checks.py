@@ -184,6 +184,26 @@ def test_running_requests_that_found_a_wrong_piece_are_computed_again(
     assert not (serving.memory.read([block])[0] == flipped).all(), "by now it was computed here"
 
 
+def test_a_reset_of_the_cache_ends_checks_of_what_was_found_before(serving: Serving) -> None:
+    """Else blocks computed since would be compared with those before, which may be wrong."""
+    serving.submit([prompt(0)])
+    serve(serving)
+    exchange = serving.core.sharing.exchange
+    assert exchange is not None
+    checks = exchange.spot_checks
+    assert checks is not None
+    serving.submit([prompt(number) for number in range(1, 4)])
+    while not checks._samples:
+        serving.turn()
+    assert checks.begin(is_busy=False) is not None
+    exchange.reset()
+    assert not checks.wants_step
+    assert len(checks.take_over()) == 1
+    serve(serving)
+    assert sum(spot_counts(serving)[1].values()) == 0
+    assert serving.core.reports.report(0, 0).blocks_used == 0
+
+
 @pytest.mark.parametrize("cache", [336, 352, 512])
 def test_a_check_that_finds_no_room_ends(instance: Instance, alone: Answers, cache: int) -> None:
     """A prompt that fills the cache leaves no room to look for a source."""
