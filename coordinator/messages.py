@@ -168,6 +168,78 @@ class Load(msgspec.Struct, frozen=True):
     """Those of them that differed."""
 
 
+class InFlight(enum.StrEnum):
+    """What becomes of requests in flight when the weights change."""
+
+    KEEP = "keep"
+    """They go on, with the keys and values of the old weights."""
+    RECOMPUTE = "recompute"
+    """Prompt and output are computed again with the new weights, and they go on."""
+    ABORT = "abort"
+    """They end."""
+    FINISH = "finish"
+    """They stay on the old weights to their end, where memory holds both."""
+
+
+class PauseMode(enum.StrEnum):
+    """What becomes of requests while all instances pause; new ones wait in any case."""
+
+    KEEP = "keep"
+    """They stand still, and go on afterwards."""
+    WAIT = "wait"
+    """They go on to their end."""
+    ABORT = "abort"
+    """They end."""
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """Weights of the mesh, by their number."""
+
+    number: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """0: those of the model that the mesh was started with."""
+    label: str = ""
+    """Name that the trainer gave it."""
+    source: str = ""
+    """Directory that has them, on every host; empty for number 0."""
+    digest: str = ""
+    """Digest of all bytes of all tensors; empty while it is not known."""
+    update: str = ""
+    """Id of the update that brought it."""
+
+
+class WeightUpdate(msgspec.Struct, frozen=True):
+    """New weights that instances prepare beside the ones in use."""
+
+    version: WeightVersion
+    in_flight: InFlight = InFlight.KEEP
+
+
+class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, omit_defaults=True):
+    """What all instances of the mesh keep to (docs/design/weight-versions.md).
+
+    Sent to an instance until its heartbeats name them.
+    """
+
+    revision: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Rises with each change, also over restarts of the coordinator."""
+    token: str = ""
+    """Identifies the coordinator process that gave this revision its number."""
+    weights: WeightVersion = WeightVersion()
+    """The current version; an instance with an older one in use follows."""
+    update: WeightUpdate | None = None
+    """The one to prepare."""
+    pause: PauseMode | None = None
+
+
+class OrdersReport(msgspec.Struct, frozen=True, array_like=True):
+    """How far an instance is with its standing orders."""
+
+    revision: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    token: str = ""
+    in_effect: bool = True
+    """Whether nothing happens here any more that they forbid."""
+
+
 # ---- to the coordinator
 
 
