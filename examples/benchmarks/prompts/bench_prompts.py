@@ -199,6 +199,7 @@ def parse_args() -> Args:
     add("--quick", action="store_true", help=f"less of everything, {' and '.join(QUICK)} alone")
     add("--before", type=Path, metavar="CHECKOUT", help="with its .venv: measured beside, as 'before'")
     add("--serve-flags", default="", metavar="FLAGS", help="further ones of this checkout's serve")
+    add("--instructions", choices=["avx2"], help="forbid all systems what is beyond (default: the CPU's own)")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file, after each run")
     add("--plots", type=Path, metavar="DIRECTORY", help="draw them, too")
@@ -216,7 +217,7 @@ def parse_args() -> Args:
 
 
 def set_up(args: Args) -> None:
-    """Add the system of ``--before``, and the flags of ``--serve-flags`` to this checkout's."""
+    """Add the system of ``--before``, the flags of ``--serve-flags`` and the limit of ``--instructions``."""
     if args.before is not None:
         python = args.before.absolute() / ".venv" / "bin" / "python"
         if not python.exists():
@@ -226,6 +227,8 @@ def set_up(args: Args) -> None:
     for name, system in SYSTEMS.items():
         if args.serve_flags and system.is_ours and name != BEFORE:
             SYSTEMS[name] = replace(system, command=f"{system.command} {args.serve_flags}")
+    if args.instructions:
+        SYSTEMS.update({name: system.only_avx2() for name, system in SYSTEMS.items()})
 
 
 def main() -> int:
