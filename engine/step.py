@@ -102,6 +102,11 @@ class Step(msgspec.Struct, frozen=True):
     """
     pieces: dict[int, RowPieces] = {}
     """By row, of models that have pieces beside keys and values (:mod:`engine.pieces.kinds`)."""
+    ahead: list[int] = []
+    """Rows of one token that the step before was still choosing when this one was scheduled.
+
+    It may be known only where that step is computed (:mod:`engine.scheduling.ahead`).
+    """
 
     @property
     def num_tokens(self) -> int:

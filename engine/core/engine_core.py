@@ -214,6 +214,7 @@ def _rules(config: EngineConfig, executor: Executor, place: ModelPlace) -> Sched
         prompt_seconds_beside_decodes=limits.prompt_seconds_beside_decodes(has_gpu),
         largest_lone_chunk=limits.largest_lone_chunk(has_gpu) if place.is_native else 0,
         lone_chunk_seconds=limits.lone_chunk_seconds(),
-        micro_batches=executor.in_flight,
+        micro_batches=1 if executor.runs_ahead else executor.in_flight,
+        runs_ahead=executor.runs_ahead,
         tells_tokens=executor.needs_tokens,
     )

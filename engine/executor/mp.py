@@ -60,6 +60,7 @@ class MpExecutor:
     """Implements :class:`engine.executor_contract.Executor` with the workers of a crew."""
 
     computes_apart = True
+    runs_ahead = False
     has_workers = True
 
     def __init__(

@@ -65,7 +65,6 @@ CPU_KV_SHARE = 0.4
 class UniExecutor(SpreadShard):
     """An :class:`engine.executor_contract.Executor` of one model, or one shard of it, on one device."""
 
-    in_flight = 1
     needs_tokens = False
     has_workers = False
 
@@ -86,7 +85,8 @@ class UniExecutor(SpreadShard):
         """
         super().__init__(config, info, threads, place, shard, before_first_run)
         self._pending: deque[Pending] = deque()
-        self.computes_apart = False
+        self.in_flight = 1
+        self.computes_apart = self.runs_ahead = False
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""

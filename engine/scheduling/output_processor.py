@@ -56,6 +56,8 @@ class OutputProcessor:
             found = [logprobs[index]] if index in logprobs else []
             outcome = self._append(request, token_id, found)
             outcomes.append(outcome)
+            if request.num_in_flight and request.status is Status.RUNNING:
+                self._prefixes.token_known(request)
             if drafts and index in drafts:
                 self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
         return outcomes

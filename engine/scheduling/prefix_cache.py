@@ -48,13 +48,18 @@ class PrefixCache:
         if request.num_computed >= (request.num_named + 1) * self._block_size:
             self._name_full_blocks(request)
 
+    def token_known(self, request: Request) -> None:
+        """Name the block that a request's newest token completes, where a step under way computes it."""
+        if request.num_computed >= (request.num_named + 1) * self._block_size:
+            self._name_full_blocks(request)
+
     def _name_full_blocks(self, request: Request) -> None:
-        """Put the blocks that this step fills into the prefix index.
+        """Put the blocks that this step fills into the prefix index, as far as their tokens are known.
 
         Every layer writes all rows' keys and values before it reads any, so another row of the same step may
         already share them.
         """
-        num_full = request.num_computed // self._block_size
+        num_full = min(request.num_computed, len(request.token_ids)) // self._block_size
         hashes = request.hashes_up_to(num_full, self._block_size)
         for index in range(request.num_named, num_full):
             self._pool.name(request.blocks[index], hashes[index])

@@ -70,7 +70,10 @@ class Request:
     status: Status = Status.WAITING
     slot: int | None = None
     num_computed: int = 0
-    """Tokens whose keys and values are cached, counting the step in flight."""
+    """Tokens whose keys and values are cached, counting the steps in flight.
+
+    With a row ahead, one more than ``token_ids`` has.
+    """
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the full blocks of ``token_ids``, as far as they were needed."""
@@ -80,6 +83,13 @@ class Request:
     """Blocks that other requests count on, until they are computed."""
     num_in_flight: int = 0
     """Steps in flight that compute some of it."""
+    needs_tokens: bool = False
+    """Whether the choice of its next token needs the one before on the host.
+
+    See :mod:`engine.scheduling.ahead`.
+    """
+    is_asked_for: bool = False
+    """Whether another instance waits for it to be in no step."""
     boundary: list[int] = field(default_factory=list)
     """Slots of the boundary pieces that it goes on from; none at the position 0."""
     boundary_at: int = 0

@@ -76,7 +76,8 @@ class RequestQueues:
     def in_prefill(self) -> int:
         """Tokens still to compute of prompts that are partly computed."""
         left = [len(request.token_ids) - request.num_computed for request in self.running]
-        return sum(left) - left.count(1)  # a request that needs its next token is in no prefill
+        # a request that needs its next token is in no prefill, nor is one with a row ahead
+        return sum(left) - left.count(1) + left.count(-1)
 
     # ---- look-ups
 

@@ -37,6 +37,8 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
 
     Each takes its share of the requests.
     """
+    runs_ahead: bool = False
+    """Whether rows may follow tokens that are not known yet (:mod:`engine.scheduling.ahead`)."""
     tells_tokens: bool = False
     """Whether decode rows carry their tokens, for workers that do not sample."""
 

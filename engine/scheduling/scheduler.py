@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from engine.messages import Counters, FinishReason
 from engine.pieces.pool import PiecePool
+from engine.scheduling.ahead import SchedulingAhead, needs_tokens
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.output_processor import OutputProcessor, RowOutput
 from engine.scheduling.precedence import Room, giving_way
@@ -47,6 +48,7 @@ class Scheduler:
         self.totals = SchedulerTotals()
         self.queues = RequestQueues(rules, pool, self.totals)
         self.prefixes = PrefixCache(pool, rules.block_size)
+        self._ahead = SchedulingAhead(pool, rules.block_size, is_on=rules.runs_ahead)
         self.budget = StepBudget(rules, pool, self.queues)
         self._drafting = Drafting(rules, pool, self.queues, self.prefixes, speculation, self.totals)
         self._outputs = OutputProcessor(self.queues, self.prefixes, self._drafting, self.totals)
@@ -72,6 +74,8 @@ class Scheduler:
         """Queue a request that passes :meth:`problem_with`."""
         if self._speculation is not None and request.grammar is None:
             request.drafter = self._speculation.drafter()
+        if self._ahead.is_on:
+            request.needs_tokens = needs_tokens(request)
         self.queues.add(request)
 
     def abort(self, key: RequestKey) -> bool:
@@ -108,9 +112,14 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Choose the rows of the next step; None if nothing can run.
 
-        Other steps may be in flight. A request is not in the next step before its token is there, but a
-        prompt's next chunk may follow the one before.
+        Other steps may be in flight. A request is not in the next step before its token is there, unless it
+        may go ahead; a prompt's next chunk may follow the one before.
         """
+        if self._in_flight:
+            if self._ahead.waits(self._running, self._waiting):
+                return None
+        else:
+            self._ahead.lacks_blocks = False
         has_boundaries = self._boundaries.step > 0
         if has_boundaries:
             self._boundaries.settle()
@@ -132,8 +141,10 @@ class Scheduler:
             if len(rows) == most_rows or rows.budget <= 0:
                 break
             count = uncomputed if uncomputed <= 1 else self.budget.chunk(request, rows)
-            if count == 0:
-                continue
+            if count <= 0:
+                if not self._ahead.follows(request):
+                    continue
+                count = 1
             draft = drafts.get(request.key) if drafts else None
             if draft is not None and self._drafting.fill(rows, request, draft):
                 continue
@@ -145,6 +156,7 @@ class Scheduler:
                 if victims or new_blocks is None:
                     lacking = min(lacking, request.priority)
             if new_blocks is None:
+                self._ahead.lacks_blocks = bool(self._in_flight)
                 continue
             self._fill(rows, request, count, new_blocks)
         admits += self._admit_waiting(rows, most_rows, lacking)
@@ -186,7 +198,8 @@ class Scheduler:
         row's request was aborted, another one may have its slot by now; what the row fills may be a known
         prefix of others all the same.
         """
-        self._in_flight = deque(made_anew(each) for each in self._in_flight)
+        known = map(self._ahead.known_part, self._in_flight)
+        self._in_flight = deque(made_anew(each) for each in known if each is not None)
         return [each.step for each in self._in_flight]
 
     def update(self, step: Step, result: StepResult) -> list[RowOutput]:

@@ -35,6 +35,7 @@ class StepRows:
         self._counts: list[int] = []
         self._new_blocks: dict[int, list[int]] = {}
         self._partial: list[int] = []
+        self._ahead: list[int] = []
         self._drafts: dict[int, list[int]] = {}
         self._pieces: dict[int, RowPieces] = {}
         self.begins: list[tuple[int, list[int]]] = []
@@ -67,9 +68,12 @@ class StepRows:
             self._new_blocks[index] = new_blocks
         if draft:
             self._drafts[index] = draft
-        is_partial = start + count < len(request.token_ids)
+        end, known = start + count, len(request.token_ids)
+        is_partial = end < known
         if is_partial:
             self._partial.append(index)
+        elif start == known:
+            self._ahead.append(index)
         kind = 0 if count == 1 else 1 if draft else 2
         if kind == 2 or is_partial:
             self._prompts -= count
@@ -106,6 +110,7 @@ class StepRows:
             None,
             self._drafts,
             self._pieces,
+            self._ahead,
         )
 
     def _sort(self) -> None:
@@ -119,6 +124,7 @@ class StepRows:
         self._counts = [self._counts[index] for index in order]
         self._new_blocks = {new_index[index]: blocks for index, blocks in self._new_blocks.items()}
         self._partial = sorted(new_index[index] for index in self._partial)
+        self._ahead = sorted(new_index[index] for index in self._ahead)
         self._drafts = {new_index[index]: draft for index, draft in self._drafts.items()}
         if self.begins:
             self.begins = [self.begins[index] for index in order]
@@ -148,6 +154,7 @@ def made_anew(under_way: UnderWay) -> UnderWay:
         admits=[admit_of(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
         new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
         masks=None,
+        ahead=[],
         pieces={
             index: RowPieces(begins, old.pieces[index].fills if index in old.pieces else {})
             for index, begins in enumerate(under_way.begins)

@@ -92,7 +92,8 @@ class HandOvers:
             if request is None or id(request) in gone:
                 found.append((look.loan, None, "the request is not here"))
                 continue
-            if request.num_in_flight:
+            request.is_asked_for = request.num_in_flight > 0
+            if request.is_asked_for:
                 self._asked.append(look)
                 continue
             tail = tail_of(request, self._block_size, look.names[0], self._pool.kinds)

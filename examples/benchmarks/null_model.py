@@ -73,7 +73,7 @@ class NullModel:
 class NullExecutor:
     """The part of an executor that an instance without shards or spread experts uses."""
 
-    in_flight, needs_tokens, computes_apart, has_workers = 1, False, False, False
+    in_flight, needs_tokens, computes_apart, has_workers, runs_ahead = 1, False, False, False, False
 
     def __init__(
         self,

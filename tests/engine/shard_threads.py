@@ -63,7 +63,7 @@ def _run(executor: UniExecutor, step: Step, sizes: Sequence[int]) -> StepResult:
 class ThreadedShards:
     """Implements ``engine.executor_contract.Executor``."""
 
-    computes_apart = False
+    computes_apart = runs_ahead = False
     has_workers = False
 
     def __init__(

@@ -49,6 +49,7 @@ class SimulatedExecutor:
         in_flight: int = 1,
         checks_reads: bool = True,
         computes_apart: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         """An executor of simulated steps.
 
@@ -57,7 +58,8 @@ class SimulatedExecutor:
         """
         self._checks_reads = checks_reads
         self.in_flight = in_flight
-        self.needs_tokens = in_flight > 1
+        self.runs_ahead = runs_ahead
+        self.needs_tokens = in_flight > 1 and not runs_ahead
         self.computes_apart = self.has_workers = computes_apart
         self._results: deque[StepResult] = deque()
         self._block_size = block_size

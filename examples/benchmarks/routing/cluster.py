@@ -62,7 +62,7 @@ class Clocked:
 
     in_flight = 1
     needs_tokens = False
-    computes_apart = False
+    computes_apart = runs_ahead = False
     has_workers = False
 
     def __init__(self, time: StepTime) -> None:

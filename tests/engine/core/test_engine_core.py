@@ -194,6 +194,7 @@ class Troubled:
         self._rng = rng
         self.in_flight, self.needs_tokens = executor.in_flight, executor.needs_tokens
         self.computes_apart, self.has_workers = executor.computes_apart, executor.has_workers
+        self.runs_ahead = executor.runs_ahead
         self._executor = executor
         self.failures = 0
         self.times = RecoveryTimes()

@@ -56,7 +56,7 @@ class Workers(SimulatedExecutor):
     def __init__(self, instance: ServingInstance, in_flight: int) -> None:
         super().__init__(
             block_size=BLOCK_SIZE, budget=BUDGET, max_rows=MAX_ROWS, in_flight=in_flight,
-            checks_reads=False, computes_apart=in_flight > 1,
+            checks_reads=False, computes_apart=in_flight > 1, runs_ahead=instance.world.runs_ahead,
         )  # fmt: skip
         self._instance = instance
         self._seeds: dict[int, int] = {}

@@ -83,6 +83,8 @@ class StreamWorld(World):
         self._draws = random.Random(f"streams {seed}")
         self.in_flight = self._draws.choice((1, 1, 2, 3))
         """Most steps under way at an instance."""
+        self.runs_ahead = self.in_flight == 2 and random.Random(f"ahead {seed}").random() < 0.5
+        """Whether the second follows tokens of the first that are not known yet."""
         self.num_blocks = self._draws.choice((11, 14, 30))
         """Blocks of an instance's cache: few, so that requests give way."""
         self.ledger = self.ledger_class()
