@@ -11,10 +11,13 @@ from engine.pieces.pool import BlockHash, PiecePool, hash_block
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.tiers.file_tier import FileTier
+from engine.transfers.cache_checks import CacheChecks
+from engine.transfers.checking import Filled
 from engine.transfers.exchange import BlockExchange
 from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
 from engine.transfers.sources import LocalCarrier, Mover, Sources
+from engine.transfers.spot_checks import SpotChecks
 
 
 class CacheSharing:
@@ -130,9 +133,9 @@ class CacheSharing:
             self._publisher.turn(self._scheduler.blocks_being_filled)
         for request in self.exchange.turn(self._scheduler.blocks_being_filled, find):
             self._scheduler.add(request)
-        if self.exchange.spot_checks is not None:
-            self.exchange.spot_checks.drop_ended(nothing_runs=not self._scheduler.queues.running)
-            self.forget_checks()
+        if self.checks is not None:
+            self.checks.drop_ended_spot_check(nothing_runs=not self._scheduler.queues.running)
+            self._forget_checks()
         found: list[tuple[bytes, Prefetched | HandedOver]] = []
         for key in self.exchange.take_handed_over():
             self._scheduler.abort(key)
@@ -144,23 +147,39 @@ class CacheSharing:
     @property
     def wants_check(self) -> bool:
         """Whether a spot check of the cache waits for a step."""
-        checks = None if self.exchange is None else self.exchange.spot_checks
-        return checks is not None and checks.wants_step
+        return self._spot_checks is not None and self._spot_checks.wants_step
+
+    @property
+    def checks(self) -> CacheChecks | None:
+        """Checks of the cache; None: there are none."""
+        return None if self.exchange is None else self.exchange.checks
+
+    @property
+    def _spot_checks(self) -> SpotChecks | None:
+        return None if self.exchange is None else self.exchange.spot_checks
 
     def begin_check(self) -> None:
         """Queue a spot check of the cache, if one is due and nothing else waits."""
-        checks = None if self.exchange is None else self.exchange.spot_checks
-        queues = self._scheduler.queues
-        if checks is None or queues.waiting:
+        checks, queues = self._spot_checks, self._scheduler.queues
+        if checks is None or (queues.waiting and not checks.is_looking):
             return
         request = checks.begin(is_busy=bool(queues.running))
         if request is not None:
             self._scheduler.add(request)
 
-    def forget_checks(self) -> None:
-        """End requests of finished spot checks, before they get a token."""
-        checks = None if self.exchange is None else self.exchange.spot_checks
-        for key in checks.take_over() if checks is not None else ():
+    def check(self, filled: Filled) -> None:
+        """Compare what the last step has computed for checks, before its tokens are taken in.
+
+        ``filled``: finds the boundary pieces that it has filled.
+        """
+        if self.checks is not None:
+            for request in self.checks.wrong_requests(self._scheduler.queues.running, filled):
+                self._scheduler.set_back(request)
+            self._forget_checks()
+
+    def _forget_checks(self) -> None:
+        """End requests of finished spot checks."""
+        for key in self._spot_checks.take_over() if self._spot_checks is not None else ():
             self._scheduler.abort(key)
 
     def forget_copies(self, peer: bytes) -> None:

@@ -12,6 +12,7 @@ from engine.messages import BlockEvents, Capacity, InstanceReport
 from engine.pieces.block_log import BlockLog
 from engine.pieces.pool import PiecePool
 from engine.scheduling.report_policy import LoadSnapshot
+from engine.scheduling.request import Status
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -47,21 +48,29 @@ class Reporting:
         """Load after the last step, in short."""
         queues, totals = self._scheduler.queues, self._scheduler.totals
         waiting_tokens, uncached_tokens = queues.num_tokens_ahead
-        waiting = len(queues.waiting) + len(self._admission.grammars)
+        running, waiting = len(queues.running), len(queues.waiting) + len(self._admission.grammars)
+        blocks_used = self._pool.num_used
         exchange, checked, wrong = self._sharing.exchange, 0, 0
         if exchange is not None:
             checked, wrong = exchange.num_checked
+            spot_checks = exchange.spot_checks
+            if spot_checks is not None and (check := spot_checks.request) is not None:  # it is nobody's
+                is_running = check.status is Status.RUNNING
+                running, waiting = running - is_running, waiting - (not is_running)
+                waiting_tokens -= check.num_uncomputed
+                uncached_tokens -= check.num_uncomputed if is_running else check.num_expected
+            blocks_used -= 0 if spot_checks is None else spot_checks.num_blocks
         if exchange is not None and (fetching := exchange.waiting):
             waiting += len(fetching)
             waiting_tokens += fetching.num_tokens
             uncached_tokens += fetching.num_uncached
         return LoadSnapshot(
-            running=len(queues.running),
+            running=running,
             waiting=waiting,
             waiting_tokens=waiting_tokens,
             uncached_tokens=uncached_tokens,
             queued=queues.num_queued,
-            blocks_used=self._pool.num_used,
+            blocks_used=blocks_used,
             generation_tokens=totals.generation_tokens,
             steps=totals.steps,
             cache_checked=checked,

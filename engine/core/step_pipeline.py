@@ -92,10 +92,7 @@ class StepPipeline:
         if exchange is not None:
             if len(step.slots) < step.num_tokens:
                 exchange.sources.computed(step.num_tokens, self._finished_at - began)
-            running = self._scheduler.queues.running
-            for request in exchange.wrong_requests(running, filled_by(step)):
-                self._scheduler.set_back(request)
-            self._sharing.forget_checks()
+            self._sharing.check(filled_by(step))
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
@@ -147,8 +144,8 @@ class StepPipeline:
             request = self._scheduler.queues.holder(admit.slot)
             assert request is not None, "it was admitted just now"
             request.admitted_at = request.admitted_at or now
-            if request.num_fetched and self._sharing.exchange is not None:
-                self._sharing.exchange.admitted(request)
+            if request.num_fetched and self._sharing.checks is not None:
+                self._sharing.checks.admitted(request)
         return self._masked(step)
 
     def _masked(self, step: Step) -> Step:

@@ -51,9 +51,7 @@ class Boundaries:
         request.boundary_at = num_blocks * self._block_size
         parted_at = len(self._pool.find_blocks(request.prefix_hashes(self._block_size))) * self._block_size
         kept = kept_positions(len(request.token_ids), self.step, parted_at)
-        if request.most_cached is not None:  # what was fetched up to there is computed as well
-            kept = sorted({*kept, (request.most_cached + 1) * self._block_size})
-        request.kept_positions = kept
+        request.kept_positions = sorted({*kept, *request.compared_at}) if request.compared_at else kept
 
     def vacate(self, request: Request, *, is_wrong: bool) -> None:
         """Release a request's pieces, and name the last one unless it is wrong.

@@ -92,14 +92,15 @@ class PrefixCache:
 
     def admitted(self, request: Request) -> None:
         """Note what an admitted request has found."""
+        request.num_found = request.num_computed
         request.num_named = request.num_computed // self._block_size
         self._tell_contents(request, 0, request.num_named)
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)
             request.num_cached_output = request.num_computed - request.num_cached
-            if self.hits is not None and request.num_named:
-                self.hits.found(request, request.num_named)
+        if self.hits is not None and request.num_named:
+            self.hits.found(request, request.num_named)
 
     def _tell_contents(self, request: Request, first: int, end: int) -> None:
         if self.contents is not None and self.contents.lacks_tokens:

@@ -100,6 +100,8 @@ class Request:
     """Blocks of this request that the pool knows by hash."""
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission."""
+    num_found: int = 0
+    """Tokens of it that its newest admission found in the cache."""
     num_cached_output: int = 0
     """Tokens of an earlier try's output found in the cache at first admission."""
     copy: int = 0
@@ -110,6 +112,8 @@ class Request:
     """Tokens whose blocks came from there."""
     most_cached: int | None = None
     """Most blocks that its first admission takes from the cache; None: all that are there."""
+    compared_at: Sequence[int] = ()
+    """Positions whose boundary pieces it computes for a check."""
     checked: tuple[str, Sequence[BlockHash]] | None = None
     """Source and blocks of a transfer whose last block it computes (:mod:`engine.transfers.checking`)."""
     was_admitted: bool = False

@@ -119,6 +119,7 @@ class BlockChecks:
             again = most + 1 - len(self._pool.find_prefix(request.hashes[:most]))
             if again * self._block_size > MOST_AGAIN:
                 return
+            request.compared_at = [(most + 1) * self._block_size]
         self._is_due = False
         request.most_cached, request.checked = most, (source, names)
 

@@ -9,13 +9,12 @@ way, while it still runs elsewhere (:mod:`engine.transfers.copies`).
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from engine.messages import TransferCounters
 from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request, RequestKey
-from engine.transfers.checking import BlockChecks, Filled, nothing
+from engine.transfers.cache_checks import CacheChecks
 from engine.transfers.copies import RequestCopies
 from engine.transfers.fetching import Source, TransferEnded, TransferOutcome
 from engine.transfers.handing_over import Find, nobody
@@ -23,12 +22,10 @@ from engine.transfers.incoming import IncomingTransfer, IncomingTransfers
 from engine.transfers.lending import Key, Lookup, Return
 from engine.transfers.loans import Loans
 from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
-from engine.transfers.sources import Sources, kind_of
-from engine.transfers.spot_checks import NOBODY, SpotChecks
+from engine.transfers.sources import Sources
+from engine.transfers.spot_checks import SpotChecks
 from engine.transfers.totals import TransferTotals
 from engine.transfers.waiting_requests import WaitingRequests
-
-logger = logging.getLogger(__name__)
 
 AHEAD = 3
 """Blocks that a request may have beyond those known when it is taken over.
@@ -58,15 +55,15 @@ class BlockExchange:
         self._pool = pool
         self._block_size = block_size
         self._totals = totals = TransferTotals()
-        self._checks = BlockChecks(pool, block_size) if checks else None
-        self.spot_checks: SpotChecks | None = None
-        if self._checks is not None and check_interval:
-            self.spot_checks = SpotChecks(check_interval, pool, block_size, self._checks.origins)
         self.sources = sources
+        self.checks: CacheChecks | None = None
+        """None where nothing can be checked, since bits may differ."""
+        if checks:
+            self.checks = CacheChecks(pool, block_size, check_interval, sources, totals, self.reset)
         self._loans = Loans(pool, sources.mover, block_size, totals)
         self._incoming = IncomingTransfers(
             pool, sources, block_size, totals, in_flight=in_flight,
-            origins=None if self._checks is None else self._checks.origins,
+            origins=None if self.checks is None else self.checks.origins,
         )  # fmt: skip
         self._copies = RequestCopies(pool, block_size)
         self.waiting = WaitingRequests(block_size)
@@ -80,13 +77,19 @@ class BlockExchange:
 
         They are not while the source of a wrong one is looked for.
         """
-        is_looking = self.spot_checks is not None and self.spot_checks.is_looking
+        spot_checks = self.spot_checks
+        is_looking = spot_checks is not None and spot_checks.is_looking
         return not self.sources.mover.has_ended and self._pool.is_caching and not is_looking
 
     @property
     def is_idle(self) -> bool:
         """Whether no block is held for a transfer."""
         return self._loans.is_idle and not self._incoming
+
+    @property
+    def spot_checks(self) -> SpotChecks | None:
+        """Checks of what requests find; None: there are none."""
+        return None if self.checks is None else self.checks.spot_checks
 
     @property
     def num_checked(self) -> tuple[int, int]:
@@ -184,62 +187,6 @@ class BlockExchange:
         self._copies.forget(peer)
         self._incoming.forget_copies(peer)
 
-    # ---- checks
-
-    def admitted(self, request: Request) -> None:
-        """Begin the check of what was fetched for a request that begins to be computed."""
-        if self._checks is not None:
-            self._checks.admitted(request)
-
-    def wrong_requests(self, running: Iterable[Request] = (), filled: Filled = nothing) -> list[Request]:
-        """Requests to compute anew, by the checks of the step that just ended.
-
-        They are those that were checked, and those of the ``running`` ones that hold blocks of the same
-        source. ``filled``: finds the boundary pieces that the step has filled.
-        """
-        if self._checks is None:
-            return []
-        return [*self._wrong_fetched(self._checks, running, filled), *self._wrong_found(running, filled)]
-
-    def _wrong_fetched(
-        self, checks: BlockChecks, running: Iterable[Request], filled: Filled
-    ) -> list[Request]:
-        count, wrong = checks.compare(self.sources.mover.same, filled)
-        self._totals.add(checked_blocks=count, wrong_blocks=len(wrong))
-        if not wrong:
-            return []
-        found = {check.request.key: check.request for check in wrong}
-        sources = {check.source for check in wrong}
-        of_source = checks.origins.names(sources)
-        found |= {each.key: each for each in running if not of_source.isdisjoint(each.hashes)}
-        for source in sources:
-            self.sources.distrust(source, "a block of it is not what was computed here", is_wrong=True)
-        self.reset()  # others may have been computed on top of it, and nobody knows which
-        self.sources.drop_files(wrong)
-        return list(found.values())
-
-    def _wrong_found(self, running: Iterable[Request], filled: Filled) -> list[Request]:
-        """Act on a spot check; returns requests to compute anew, since they have found something."""
-        verdict = self.spot_checks and self.spot_checks.compare(self.sources.mover.same, filled)
-        if not verdict:
-            return []
-        if verdict.source is not None:
-            self._totals.checked(kind_of(verdict.source), is_right=verdict.is_right)
-            if not verdict.is_right:
-                self.sources.blame(verdict.source, verdict.names)
-            return []
-        found = [
-            each for each in running if each.key[0] != NOBODY and each.num_cached + each.num_cached_output
-        ]
-        logger.error(
-            "a piece of the cache is not what is computed here: all is forgotten, and %d requests that found "
-            "something are computed again: %s",
-            len(found),
-            ", ".join(each.request_id for each in found),
-        )
-        self.reset()
-        return found
-
     # ---- events
 
     def turn(self, being_filled: Callable[[], set[int]], find: Find = nobody) -> list[Request]:
@@ -260,8 +207,8 @@ class BlockExchange:
                 case TransferEnded():
                     ready += self._ended(event)
         self._loans.hand_over_due(find)
-        if self._checks is not None:
-            self._checks.drop_ended()
+        if self.checks is not None:
+            self.checks.of_transfers.drop_ended()
         if self._incoming and self.sources.may_hang:
             ready += self._overdue()
         if self.sources.mover.has_ended and not self.is_idle:
@@ -272,8 +219,8 @@ class BlockExchange:
         """Forget all names, also of blocks on their way; requests keep what they hold."""
         self._pool.unname(list(self._pool.known))
         self._incoming.void()
-        if self.spot_checks is not None:
-            self.spot_checks.forget()
+        if (spot_checks := self.spot_checks) is not None:
+            spot_checks.forget()
 
     def _ended(self, end: TransferEnded) -> list[Request]:
         """End a transfer; returns the requests that waited for it."""
@@ -287,8 +234,8 @@ class BlockExchange:
         for request in found:
             request.num_fetched = transfer.num_came * self._block_size
         is_whole = not is_hand_over and not transfer.is_void
-        if found and transfer.num_came and is_whole and self._checks is not None:
-            self._checks.fetched(found[0], end.source, transfer.wanted.names[: transfer.num_came])
+        if found and transfer.num_came and is_whole and self.checks is not None:
+            self.checks.of_transfers.fetched(found[0], end.source, transfer.wanted.names[: transfer.num_came])
         for key in transfer.copies:
             self._copies.end(key, is_taken=end.was_lent and is_hand_over)
         return found

@@ -187,9 +187,13 @@ class Sources:
         while len(self._distrusted) > MOST_DISTRUSTED:
             del self._distrusted[next(iter(self._distrusted))]
 
-    def blame(self, source: Source, names: Sequence[BlockHash]) -> None:
-        """Act on a wrong cached piece, whose source is known by now."""
-        if source:
+    def blame(self, source: Source | None, names: Sequence[BlockHash]) -> None:
+        """Act on a wrong cached piece; ``source``: None if it could not be found out."""
+        if source is None:
+            logger.error("the source of the wrong piece is not known: there was no room to look for it")
+            if self._tier is not None:
+                self._tier.forget(names)
+        elif source:
             self.distrust(source, "a block of it is not what is computed here", is_wrong=True)
         else:
             logger.error("the fault is of this instance: its memory, or what it computed")
@@ -200,7 +204,7 @@ class Sources:
         for check in wrong:
             self._drop_files(check.source, check.names)
 
-    def _drop_files(self, source: Source, names: Sequence[BlockHash]) -> None:
+    def _drop_files(self, source: Source | None, names: Sequence[BlockHash]) -> None:
         if self._tier is None:
             return
         if source == FILES:
@@ -210,8 +214,10 @@ class Sources:
             self._tier.drop_written()
 
 
-def kind_of(source: Source) -> str:
+def kind_of(source: Source | None) -> str:
     """Kind of a source, as metrics name it; one without an address is this instance."""
+    if source is None:
+        return "unknown"
     if not source:
         return "own"
     if is_dead(source):

@@ -203,6 +203,48 @@ def test_spot_checks_find_a_wrong_state_and_a_wrong_block(
         serving.close()
 
 
+@pytest.mark.parametrize("begin", [None, "tcp://healthy"])
+def test_spot_checks_name_the_source_of_a_state_and_not_of_the_one_before(
+    pair: Pair, submits: list[Submit], alone: Answers, begin: str | None
+) -> None:
+    """``begin``: source of the state before, from which the first check goes on."""
+    serving, submit = Serving(pair[0], check_interval=4), submits[3]
+    try:
+        assert serving.answers([submit]) == {3: alone[3]}
+        names, size = serving.names_of(submit)[:-1], serving.core.sharing._block_size
+        links = serving.grid // size
+        kept = [
+            count
+            for count in range(links, len(names) + 1, links)
+            if serving.pool.find_prefix(names[:count])[count - 1 :]
+        ]
+        assert len(kept) > 1
+        exchange = serving.core.sharing.exchange
+        assert exchange is not None
+        checks = exchange.spot_checks
+        assert checks is not None
+        for count in kept[:-1]:
+            for name in serving.pool.kinds.boundary_names(names[count - 1]) if begin else ():
+                checks._origins.came(name, begin)
+        (last,) = serving.pool.kinds.boundary_names(names[kept[-1] - 1])
+        checks._origins.came(last, "tcp://wrong")
+        slot = serving.pool.slot_of(last)
+        assert slot is not None
+        serving.memory.write(slot, (serving.memory.read([slot])[0] ^ 0x11).data)
+        for _ in range(20):
+            serving.answers([submit])
+            if any(serving.counters.spot_wrong.values()):
+                break
+        assert +Counter(serving.counters.spot_wrong) == {"instance": 1}
+        assert not exchange.sources.trusts("tcp://wrong")
+        assert exchange.sources.trusts("tcp://healthy")
+        assert serving.answers(submits) == alone
+        assert serving.core.reports.report(0, 0).blocks_used == 0
+        assert serving.pool.num_free_boundaries == len(serving.pool.kinds.slots_of(1))
+    finally:
+        serving.close()
+
+
 @pytest.mark.parametrize("states", [2, 3, 4])
 def test_spot_checks_end_where_slots_of_states_lack(
     pair: Pair, submits: list[Submit], alone: Answers, states: int
@@ -229,11 +271,11 @@ def test_a_check_of_a_request_that_is_aborted_leaves_nothing(
     while not taker.found[0].token_ids:
         source.turn()
         taker.turn()
-    assert taker.core.sharing.exchange._checks
+    assert taker.core.sharing.exchange.checks.of_transfers
     taker.core.abort(PEER, [0])
     taker.turn()
     serve(source, taker)
-    assert not taker.core.sharing.exchange._checks
+    assert not taker.core.sharing.exchange.checks.of_transfers
     assert taker.core.reports.report(0, 0).blocks_used == 0
     assert taker.pool.num_free_boundaries == len(taker.pool.kinds.slots_of(1))
 

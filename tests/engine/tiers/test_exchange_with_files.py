@@ -224,8 +224,8 @@ class Checked(WithFiles):
         assert own is not None
         request.blocks, request.num_computed = known + own, len(request.token_ids)
         before = self.exchange.counters().checked_blocks
-        self.exchange.admitted(request)
-        self.wrong = self.exchange.wrong_requests(self.running)
+        self.exchange.checks.admitted(request)
+        self.wrong = self.exchange.checks.wrong_requests(self.running)
         self.pool.release(request.blocks)
         return self.exchange.counters().checked_blocks > before
 
@@ -295,8 +295,8 @@ def test_a_wrong_block_of_an_instance_drops_what_was_written_since(monkeypatch: 
 def test_origins_are_those_of_blocks_that_are_there() -> None:
     setup = Checked()
     request = setup.fetched(setup.request(length=LONG))
-    assert setup.exchange._checks is not None
-    origins = setup.exchange._checks.origins
+    assert setup.exchange.checks is not None
+    origins = setup.exchange.checks.origins
     assert len(origins) == 8
     setup.pool.take(setup.pool.num_free)
     assert len(origins) == 0

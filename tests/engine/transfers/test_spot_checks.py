@@ -180,8 +180,70 @@ def test_running_requests_that_found_a_wrong_piece_are_computed_again(
     again = listed[2].split(", ")
     assert (len(again), len(set(again))) == (int(listed[1]), int(listed[1]))
     assert 0 < len(again) == serving.core.scheduler.counters().preemptions
+    before = re.search("([0-9]+) requests had found it, or what stands behind it: (.*)", caplog.text)
+    assert before is not None
+    assert set(again) <= set(before[2].split(", "))
+    assert len(before[2].split(", ")) == int(before[1])
     (block,) = serving.pool.find_prefix(chain[3:4])
     assert not (serving.memory.read([block])[0] == flipped).all(), "by now it was computed here"
+
+
+def test_whoever_computed_a_block_is_computed_again_and_gives_no_wrong_piece_later(
+    instance: Instance,
+) -> None:
+    """A bit flips beneath a request that found nothing."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    first = msgspec.structs.replace(prompt(0), params=params)
+    serving = Serving(instance, How(cache=4096), check_interval=INTERVAL)
+    try:
+        serving.submit([first])
+        while len(serving.found[0].token_ids) < 2:
+            serving.turn()
+        (running,) = serving.core.scheduler.queues.running
+        assert running.num_cached == 0
+        block = running.blocks[3]
+        serving.memory.write(block, (serving.memory.read([block])[0] ^ 0x21).data)
+        number = 1
+        while not sum(spot_counts(serving)[1].values()):
+            assert number < 8, "it still runs"
+            serving.submit([prompt(number)])
+            while len(serving.found[number].token_ids) < 3:
+                serving.turn()
+            number += 1
+        serve(serving)
+        further = first.prompt_ids + serving.found[0].token_ids[:50]
+        again = msgspec.structs.replace(first, request=99, prompt_ids=further)
+        serving.submit([again])
+        serve(serving)
+        assert serving.core.scheduler.counters().prefix_cache_hits > len(first.prompt_ids)
+    finally:
+        serving.mover.close()
+    assert serving.found[99] == instance.answers([again], ALONE)[0][99]
+
+
+def test_a_check_is_no_load(instance: Instance) -> None:
+    """In steps of eight tokens each check takes several."""
+    serving = Serving(instance, How(cache=4096, budget=8), check_interval=1)
+    try:
+        serving.submit([prompt(0)])
+        serve(serving)
+        chain = [name for name in serving.pool.known if serving.pool.find_prefix([name])]
+        (block,) = serving.pool.find_prefix(chain[3:4])
+        serving.memory.write(block, (serving.memory.read([block])[0] ^ 0x21).data)
+        seen = set()
+        for number in range(1, 5):
+            serving.submit([prompt(number)])
+            while not serving.core.is_empty:
+                serving.turn()
+                requests = list(serving.core.scheduler.queues.requests)
+                if len(requests) == 1 and requests[0].request_id == "cache check":
+                    snapshot = serving.core.reports.snapshot
+                    assert snapshot[:5] == (0, 0, 0, 0, 0)
+                    assert snapshot.blocks_used == 0
+                    seen.add(requests[0].most_cached)
+        assert len(seen) > 1, "a search for a source, too"
+    finally:
+        serving.mover.close()
 
 
 def test_a_reset_of_the_cache_ends_checks_of_what_was_found_before(serving: Serving) -> None:
@@ -204,20 +266,25 @@ def test_a_reset_of_the_cache_ends_checks_of_what_was_found_before(serving: Serv
     assert serving.core.reports.report(0, 0).blocks_used == 0
 
 
-@pytest.mark.parametrize("cache", [336, 352, 512])
-def test_a_check_that_finds_no_room_ends(instance: Instance, alone: Answers, cache: int) -> None:
+@pytest.mark.parametrize(("cache", "place", "source"), [
+    (336, 7, "own"), (352, 7, "own"), (512, 7, "own"), (336, 15, "unknown"), (352, 15, "unknown"),
+])  # fmt: skip
+def test_a_check_that_finds_no_room_ends(
+    instance: Instance, alone: Answers, cache: int, place: int, source: str
+) -> None:
     """A prompt that fills the cache leaves no room to look for a source."""
     serving = Serving(instance, How(cache=cache), check_interval=1)
     try:
         serving.submit([prompt(0)])
         serve(serving)
         chain = [name for name in serving.pool.known if serving.pool.find_prefix([name])]
-        (block,) = serving.pool.find_prefix(chain[7:8])
+        (block,) = serving.pool.find_prefix(chain[place : place + 1])
         serving.memory.write(block, (serving.memory.read([block])[0] ^ 0x21).data)
         for number in range(1, 8):
             serving.submit([prompt(number)])
             serve(serving)
         assert serving.found[7] == alone[7]
+        assert +Counter(spot_counts(serving)[1]) == {source: 1}
         exchange = serving.core.sharing.exchange
         assert exchange is not None
         assert exchange.is_open
