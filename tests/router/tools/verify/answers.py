@@ -28,16 +28,24 @@ DIRECTORY = MODELS_DIRECTORY / "lockstep-moe"
 PROMPT = "It was a dark and stormy night, and"
 ROOM = 1 << 27
 """Bytes of a scorer's KV cache."""
+FLAGS = ["--model", str(DIRECTORY), "--cpu-threads", "1", "--kv-cache-memory-bytes", str(ROOM)]
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
 
 
 class Server:
     """A model that answers, and makes a capsule of each answer."""
 
-    def __init__(self, directory: Path = DIRECTORY, kept: Any = "auto", quantization: Any = None) -> None:
+    def __init__(
+        self,
+        directory: Path = DIRECTORY,
+        kept: Any = "auto",
+        quantization: Any = None,
+        numerics: Any = "auto",
+    ) -> None:
         config = EngineConfig(
             model=ModelConfig(model=str(directory), dtype="bfloat16", quantization=quantization),
             cache=CacheConfig(kv_cache_dtype=kept, kv_cache_memory_bytes=ROOM),
-            device=DeviceConfig(device="cpu"),
+            device=DeviceConfig(device="cpu", numerics=numerics),
         )
         self._scorer = Scorer(config, 1)
         self.numerics = self._scorer.numerics
