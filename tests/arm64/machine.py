@@ -78,6 +78,11 @@ exec chroot "$root" "$@"
 """
 
 
+def why_absent() -> str | None:
+    """Reason why the machine cannot be run here now; None if it can."""
+    return why_not() or (None if COPY.is_dir() else "it was not prepared (--prepare)")
+
+
 def why_not() -> str | None:
     """Reason why this host cannot have the machine; None if it can."""
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
@@ -141,41 +146,27 @@ def prepare() -> None:
     subprocess.run(copied, cwd=PROJECT, shell=True, check=True)
 
 
-def run(arguments: list[str]) -> int:
-    """Run the machine's Python; returns its status."""
-    enter = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "--fork",
-        "bash",
-        "-c",
-        ENTER,
-        "bash",
-        str(HOME),
-        str(ROOT),
-    ]
+def command(arguments: list[str]) -> list[str]:
+    """Command that runs the machine's Python; it ends with that one's status."""
+    enter = ["unshare", "--user", "--map-root-user", "--mount", "--fork", "bash", "-c", ENTER, "bash"]
     kind = [MAGIC, MASK, str(QEMU / "usr/bin/qemu-aarch64-static")]
     variables = [
         "PATH=/usr/bin:/bin", "HOME=/root", "QEMU_CPU=max", "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
         f"LOCKSTEP_BUILT_KERNELS={BUILT}", f"PYTHONPATH={SITE}:{COPY}",
     ]  # fmt: skip
     python = ["/usr/bin/env", "-C", str(COPY), "-i", *variables, "python3", *arguments]
-    return subprocess.run([*enter, *kind, *python], check=False).returncode
+    return [*enter, str(HOME), str(ROOT), *kind, *python]
 
 
 def main(arguments: list[str]) -> int:
-    problem = why_not()
-    if problem is None and arguments == ["--prepare"]:
-        prepare()
-        return 0
-    if problem is None and not COPY.is_dir():
-        problem = "it was not prepared (--prepare)"
-    if problem is not None:
+    prepares = arguments == ["--prepare"]
+    if problem := why_not() if prepares else why_absent():
         print(f"no ARM64 machine: {problem}")
         return 0
-    return run(arguments)
+    if prepares:
+        prepare()
+        return 0
+    return subprocess.run(command(arguments), check=False).returncode
 
 
 if __name__ == "__main__":
