@@ -21,11 +21,13 @@ from coordinator.messages import (
     Heartbeat,
     Load,
     Lost,
+    OrdersReport,
     PlanChange,
     Probe,
     Reach,
     Register,
     Role,
+    StandingOrders,
     State,
     TakeRole,
     ToCoordinator,
@@ -34,6 +36,7 @@ from coordinator.messages import (
     ViewChange,
     ViewCurrent,
     Welcome,
+    is_same_but_name,
 )
 from coordinator.numerics import Numerics
 from coordinator.plans import changed
@@ -73,6 +76,10 @@ class MemberState:
         """The highest one heard of."""
         self.form: GroupPlan | None = None
         """The newest one."""
+        self.orders = StandingOrders()
+        """The newest ones."""
+        self.in_effect = 0
+        """Revision of the orders that are in effect here."""
         self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
         self._fenced_up_to = 0
@@ -127,6 +134,9 @@ class MemberState:
             numerics=self.numerics,
             role=self.role,
             is_role_set=self.is_role_set,
+            orders=OrdersReport(
+                self.orders.revision, self.orders.token, self.in_effect >= self.orders.revision
+            ),
         )
         return [heartbeat] if self._lost is None else [heartbeat, self._lost]
 
@@ -156,13 +166,26 @@ class MemberState:
             case TakeRole(role):
                 self.role, self.is_role_set = role, True
                 return True
+            case StandingOrders():
+                return self._take_orders(message)
             case Unknown():
                 return self._register_again()
             case Reach() | View() | ViewChange() | ViewCurrent():
                 pass  # one takes connections to answer, the others are for watchers
         return False
 
+    def _take_orders(self, orders: StandingOrders) -> bool:
+        """Take over newer orders; returns whether they are."""
+        before = self.orders
+        if orders.revision <= before.revision:
+            return False
+        self.orders = orders
+        if is_same_but_name(orders, before) and self.in_effect >= before.revision:
+            self.in_effect = orders.revision
+        return True
+
     def _welcomed(self, message: Welcome) -> None:
+        self._take_orders(message.orders)
         self.welcome, self.epoch = message, max(self.epoch, message.epoch)
         self.heartbeat_interval = message.heartbeat_interval
         self.register = msgspec.structs.replace(
@@ -198,6 +221,8 @@ class MemberState:
         """
         if self.welcome is None:
             return False
-        self.register = msgspec.structs.replace(self.register, epoch=self.epoch, group=self._group)
+        self.register = msgspec.structs.replace(
+            self.register, epoch=self.epoch, group=self._group, orders=self.orders
+        )
         self.welcome, self.heartbeat_interval, self._answers = None, None, 0
         return True

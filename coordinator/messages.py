@@ -231,6 +231,11 @@ class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, om
     pause: PauseMode | None = None
 
 
+def is_same_but_name(one: StandingOrders, other: StandingOrders) -> bool:
+    """Whether two orders ask for the same."""
+    return one == msgspec.structs.replace(other, revision=one.revision, token=one.token)
+
+
 class OrdersReport(msgspec.Struct, frozen=True, array_like=True):
     """How far an instance is with its standing orders."""
 
@@ -264,6 +269,8 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     """The group it steps in, for a coordinator that was restarted."""
     numerics: Numerics | None = None
     """Its numerics class; None before the weights are loaded."""
+    orders: StandingOrders | None = None
+    """Those that it has, for a coordinator that was restarted; None: it never had any."""
 
 
 class ExpertLoads(msgspec.Struct, frozen=True, array_like=True):
@@ -319,6 +326,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     role: Role = Role.MIXED
     is_role_set: bool = False
     """Whether an operator has set the role, and not the command line."""
+    orders: OrdersReport = OrdersReport()
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -410,6 +418,17 @@ class Rebalance(msgspec.Struct, frozen=True, tag="rebalance", kw_only=True):
     command: str
 
 
+class SetPause(msgspec.Struct, frozen=True, tag="set_pause", kw_only=True):
+    """An operator wants all instances to pause, or to go on.
+
+    The same command again asks whether that is in effect everywhere (200) or not yet (202).
+    """
+
+    command: str
+    mode: PauseMode | None
+    """None: go on."""
+
+
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     """An operator wants so many instances in all.
 
@@ -429,13 +448,13 @@ class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     status: int
     """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher.
 
-    500: what was accepted before cannot succeed any more.
+    200: it is done. 500: what was accepted before cannot succeed any more.
     """
     text: str
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
-OperatorCommand = Drain | Scale | SetRole | Rebalance
+OperatorCommand = Drain | Scale | SetRole | Rebalance | SetPause
 """Wishes of operators, each answered by an :class:`OperatorAnswer`."""
 
 ToCoordinator = (
@@ -450,6 +469,7 @@ ToCoordinator = (
     | Scale
     | SetRole
     | Rebalance
+    | SetPause
     | OperatorAnswer
 )
 
@@ -468,6 +488,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
     It must give up the group that it steps in, or was to enter, and all requests with it.
     """
+    orders: StandingOrders = StandingOrders()
 
 
 class AdmissionWait(msgspec.Struct, frozen=True, tag="wait"):
@@ -689,6 +710,8 @@ class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     """Connections that the coordinator refused for want of the mesh's key."""
     balance: ExpertBalance | None = None
     """None where the load of experts is not balanced."""
+    orders: StandingOrders = StandingOrders()
+    """What all instances keep to."""
     complete: bool = True
     """False at first: instances that serve may not have noticed this coordinator yet.
 
@@ -763,6 +786,7 @@ class ViewChange(msgspec.Struct, frozen=True, tag="change", kw_only=True, omit_d
     waiting_for: str
     refused_peers: int = 0
     balance: ExpertBalance | None = None
+    orders: StandingOrders = StandingOrders()
     complete: bool = True
     settings: Settings | None = None
     """None: as before."""
@@ -806,6 +830,7 @@ FromCoordinator = (
     | ViewCurrent
     | Beat
     | TakeRole
+    | StandingOrders
     | Drain
     | Scale
     | OperatorAnswer

@@ -11,6 +11,7 @@ from coordinator.membership.records import Instruction, Note, Peer, Record, Send
 from coordinator.membership.registration import note_of_class
 from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
+from coordinator.membership.standing_orders import Orders
 from coordinator.messages import AdmissionRefused, Beat, Exited, Heartbeat, Leave, State, Unknown
 from coordinator.views import ViewLog
 
@@ -25,8 +26,10 @@ class Heartbeats:
         model: OneModel,
         operations: Operations,
         roles: SetRoles,
+        orders: Orders,
         log: ViewLog,
     ) -> None:
+        self._orders = orders
         self._roster = roster
         self._groups = groups
         self._model = model
@@ -65,6 +68,9 @@ class Heartbeats:
         role = self._roles.heard(record)
         if role is not None:
             yield Send(peer, role)
+        orders = self._orders.heard(record)
+        if orders is not None:
+            yield Send(peer, orders)
         neighbours = self._roster.records.num_on_host(record.host)
         yield Send(peer, Beat(self._groups.epochs.number, neighbours, self._roster.longer_interval))
         if changed:

@@ -13,6 +13,7 @@ from coordinator.membership.operations import Operations
 from coordinator.membership.records import Record
 from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
+from coordinator.membership.standing_orders import Orders
 from coordinator.messages import GroupPlan, Member, State, View
 from coordinator.numerics import Numerics, combined
 
@@ -23,7 +24,10 @@ MAX_NAMED = 8
 class MeshView:
     """Makes views of the mesh from what the coordinator knows."""
 
-    def __init__(self, roster: Roster, groups: Groups, operations: Operations, roles: SetRoles) -> None:
+    def __init__(
+        self, roster: Roster, groups: Groups, operations: Operations, roles: SetRoles, orders: Orders
+    ) -> None:
+        self._orders = orders
         self._roster = roster
         self._records = roster.records
         self._groups = groups
@@ -55,6 +59,7 @@ class MeshView:
             waiting_for=self._shortage() or self._waiting_for(),
             refused_peers=self.refused_peers,
             balance=epochs.rebalancing.shown(self._records.named) if self._roster.balances else None,
+            orders=self._orders.current,
             complete=self.is_complete,
         )
 
@@ -89,6 +94,8 @@ class MeshView:
             return msgspec.structs.replace(member, state=State.DRAINING, phase="asked to drain")
         if record.state.stays and (why := self._groups.reach.why(record.instance)):
             return msgspec.structs.replace(member, state=State.LOADED, phase=why)
+        if record.state is State.READY and not record.follows_orders:
+            return msgspec.structs.replace(member, state=State.LOADED, phase="takes over standing orders")
         if not self._roster.spreads or record.state is not State.READY:
             return member
         if shortage:

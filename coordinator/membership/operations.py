@@ -15,7 +15,7 @@ from coordinator.messages import Drain, FromCoordinator, OperatorAnswer, Scale, 
 Peer = bytes
 Sent = tuple[Peer, FromCoordinator]
 
-ACCEPTED, NOT_FOUND, CONFLICT, FAILED, UNAVAILABLE = 202, 404, 409, 500, 503
+DONE, ACCEPTED, NOT_FOUND, CONFLICT, FAILED, UNAVAILABLE = 200, 202, 404, 409, 500, 503
 
 MAX_PENDING = 100
 """Most commands that wait for the launcher.

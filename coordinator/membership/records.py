@@ -18,6 +18,7 @@ from coordinator.messages import (
     Heartbeat,
     Load,
     Member,
+    OrdersReport,
     PlanChange,
     PlanName,
     Role,
@@ -151,6 +152,10 @@ class Record:
     numerics: Numerics | None = None
     role: Role = Role.MIXED
     is_role_set: bool = False
+    orders: OrdersReport = field(default_factory=OrdersReport)
+    """How far it is with the standing orders."""
+    follows_orders: bool = False
+    """Whether the newest orders were in effect there at some time since it is ready."""
     odd: dict[str, int] = field(default_factory=dict)
     """Shadow checks that name it, by router."""
     registered_at: float = 0.0
@@ -159,7 +164,7 @@ class Record:
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
         """Take over the contents of a heartbeat; returns whether watchers need to know."""
-        before = (self.state, self.phase, self.address, self.numerics, self.role)
+        before = (self.state, self.phase, self.address, self.numerics, self.role, self.orders)
         self.peer, self.heard_at, self.load = peer, now, message.load
         self.state, self.phase, self.address = message.state, message.phase, message.address
         self.store = message.store
@@ -168,8 +173,8 @@ class Record:
         self.expert_layers, self.expert_bytes = message.expert_layers, message.expert_bytes
         self.epoch, self.ready_epoch, self.plan = message.epoch, message.ready_epoch, message.plan
         self.numerics = message.numerics or self.numerics
-        self.role, self.is_role_set = message.role, message.is_role_set
-        return (self.state, self.phase, self.address, self.numerics, self.role) != before
+        self.role, self.is_role_set, self.orders = message.role, message.is_role_set, message.orders
+        return (self.state, self.phase, self.address, self.numerics, self.role, self.orders) != before
 
     def member(self) -> Member:
         """As watchers see it."""

@@ -8,6 +8,7 @@ from coordinator.membership.admission import OneModel, crowd_for, other_class, p
 from coordinator.membership.groups import Groups
 from coordinator.membership.records import Instruction, Note, Peer, Record, Send
 from coordinator.membership.roster import Roster
+from coordinator.membership.standing_orders import Orders
 from coordinator.messages import AdmissionRefused, AdmissionWait, Evidence, Register, State, Welcome
 from coordinator.views import ViewLog
 
@@ -15,7 +16,8 @@ from coordinator.views import ViewLog
 class Registration:
     """Answers to instances that register."""
 
-    def __init__(self, roster: Roster, groups: Groups, model: OneModel, log: ViewLog) -> None:
+    def __init__(self, roster: Roster, groups: Groups, model: OneModel, orders: Orders, log: ViewLog) -> None:
+        self._orders = orders
         self._roster = roster
         self._groups = groups
         self._model = model
@@ -30,6 +32,7 @@ class Registration:
         known = roster.records.named(message.instance)
         if known is not None:  # our Welcome was lost, or the instance reconnected
             known.peer, known.heard_at, known.contested_at = peer, now, None
+            yield from self._learn_orders(message)
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, roster.size, roster.settings, roster.records)
@@ -62,6 +65,7 @@ class Registration:
             return
         rank = roster.free_rank() if wanted is None else wanted
         self._groups.epochs.learn(message.epoch, message.group, now)
+        yield from self._learn_orders(message)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
         record.registered_at = now
         record.numerics = message.numerics
@@ -71,6 +75,16 @@ class Registration:
             yield note_of_class(record, remark)
         yield Send(peer, self._welcome(record, message))
         self._log.touch(record.instance)
+
+    def _learn_orders(self, message: Register) -> Iterator[Instruction]:
+        """Take over the standing orders of an instance, and send them to the others."""
+        before = self._orders.current
+        self._orders.learn(message.orders)
+        if self._orders.current is not before:
+            for record in self._roster.records.values():
+                yield Send(record.peer, self._orders.current)
+                self._log.touch(record.instance)
+            self._log.touch_head()
 
     def _turn_away(self, peer: Peer, message: Register, crowd: str, now: float) -> Iterator[Instruction]:
         """Answer one instance more than there are experts for.
@@ -111,6 +125,7 @@ class Registration:
             settings=settings,
             epoch=epochs.number,
             heartbeat_interval=self._roster.rules.heartbeat_interval,
+            orders=self._orders.current,
             fenced=self._roster.spreads and epochs.fences(record.instance, message.epoch, message.group),
         )
 

@@ -22,6 +22,7 @@ from coordinator.membership.records import Instruction, Note, Peer, Rules, Send
 from coordinator.membership.registration import Registration
 from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
+from coordinator.membership.standing_orders import Orders
 from coordinator.membership.watchers import Watchers
 from coordinator.messages import (
     Drain,
@@ -34,6 +35,7 @@ from coordinator.messages import (
     Rebalance,
     Register,
     Scale,
+    SetPause,
     SetRole,
     State,
     ToCoordinator,
@@ -54,12 +56,13 @@ class Registry:
         self._groups = Groups(self._roster, self._log)
         self._operations = Operations()
         self._roles = SetRoles()
+        self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
         model = OneModel()
-        self._registration = Registration(self._roster, self._groups, model, self._log)
+        self._registration = Registration(self._roster, self._groups, model, self._orders, self._log)
         self._heartbeats = Heartbeats(
-            self._roster, self._groups, model, self._operations, self._roles, self._log
+            self._roster, self._groups, model, self._operations, self._roles, self._orders, self._log
         )
-        self._view = MeshView(self._roster, self._groups, self._operations, self._roles)
+        self._view = MeshView(self._roster, self._groups, self._operations, self._roles, self._orders)
         self._watchers = Watchers(rules, self._view, self._log)
 
     def __repr__(self) -> str:
@@ -95,6 +98,8 @@ class Registry:
                 return list(self._drain(peer, message))
             case SetRole():
                 return list(self._set_role(peer, message))
+            case SetPause():
+                return list(self._set_pause(peer, message))
             case Rebalance():
                 return [Send(peer, self._groups.rebalance(message)), *self._groups.go_on(now)]
             case Scale():
@@ -156,6 +161,16 @@ class Registry:
         record = self._records.get(message.rank)
         if record is not None:
             self._log.touch(record.instance)
+
+    def _set_pause(self, peer: Peer, message: SetPause) -> Iterator[Instruction]:
+        before = self._orders.current
+        answer = self._orders.set_pause(message)
+        yield Send(peer, answer)
+        if self._orders.current is not before:
+            yield Note(f"an operator asks for standing orders {self._orders.current.revision}: {answer.text}")
+            for record in self._records.values():
+                yield Send(record.peer, self._orders.current)
+            self._log.touch_head()
 
     def _set_role(self, peer: Peer, message: SetRole) -> Iterator[Instruction]:
         answer = self._roles.set(message, self._records)

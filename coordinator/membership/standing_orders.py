@@ -1,0 +1,107 @@
+"""Standing orders of the mesh: their changes, and how far its instances follow (pure).
+
+Part of :mod:`coordinator.membership.registry`. Instances register with the orders that they have, so a
+coordinator that is started again has them from those. docs/design/weight-versions.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from coordinator.membership.operations import ACCEPTED, DONE
+from coordinator.membership.records import Record, Records
+from coordinator.messages import OperatorAnswer, SetPause, StandingOrders, State, is_same_but_name
+
+GENERATION = 2**20
+"""Step between the revisions of one coordinator process and those of the next.
+
+A coordinator begins above all revisions of its predecessors, also those that reached nobody who is here.
+"""
+
+
+class Orders:
+    """The orders of the mesh, and which instances do not follow them yet."""
+
+    def __init__(self, token: str, records: Records, knows_all: Callable[[], bool]) -> None:
+        """``knows_all``: whether all live instances have been heard of."""
+        self._token = token
+        self._records = records
+        self._knows_all = knows_all
+        self.current = StandingOrders(revision=GENERATION, token=token)
+        self._learned = 0
+        """Highest revision that an instance brought from an earlier coordinator."""
+        self._is_asked = False
+        """Whether an operator has had a command for this coordinator."""
+
+    def __repr__(self) -> str:
+        return f"<Orders {self.current}>"
+
+    # ---- from instances
+
+    def learn(self, theirs: StandingOrders | None) -> None:
+        """Take over an instance's orders from an earlier coordinator, if they are the newest.
+
+        After a command to this coordinator its own count. A weight version never goes back: the highest that
+        any instance may use is the mesh's.
+        """
+        if theirs is None or theirs.token in ("", self._token):
+            return
+        ours = self.current
+        weights = max(ours.weights, theirs.weights, key=lambda each: each.number)
+        if theirs.revision > self._learned:
+            if not self._is_asked:
+                ours = theirs
+            self._learned = theirs.revision
+        revision = max(self.current.revision, (self._learned // GENERATION + 1) * GENERATION)
+        ours = msgspec.structs.replace(ours, weights=weights, revision=revision, token=self._token)
+        if ours == self.current:
+            return
+        self._change(ours)
+        for record in self._records.values():  # some came with older ones, before these were known
+            record.follows_orders &= self._has_them(record)
+
+    def heard(self, record: Record) -> StandingOrders | None:
+        """Take in how far an instance is; returns the orders if it has others."""
+        has_them = self._has_them(record)
+        if has_them and record.orders.in_effect and record.state is State.READY:
+            record.follows_orders = True
+        return None if has_them else self.current
+
+    # ---- from operators
+
+    def set_pause(self, wish: SetPause) -> OperatorAnswer:
+        """Pause or resume the mesh; the same command again asks whether that is in effect."""
+        self._is_asked = True
+        if self.current.pause is not wish.mode:
+            self._change(msgspec.structs.replace(self.current, pause=wish.mode))
+        waits = self.behind()
+        what = f"paused ({wish.mode})" if wish.mode is not None else "resumed"
+        if not waits:
+            return OperatorAnswer(command=wish.command, status=DONE, text=f"all instances are {what}")
+        text = f"the mesh is being {what}; not in effect yet: {', '.join(waits)}"
+        return OperatorAnswer(command=wish.command, status=ACCEPTED, text=text)
+
+    # ---- who follows
+
+    def behind(self) -> list[str]:
+        """The instances that serve and do not follow the orders yet, as text for people."""
+        late = [
+            f"instance {record.rank}"
+            for record in self._records.values()
+            if record.state in (State.READY, State.DRAINING) and not self._follows(record)
+        ]
+        return late if late or self._knows_all() else ["instances that have not registered again yet"]
+
+    def _follows(self, record: Record) -> bool:
+        return self._has_them(record) and record.orders.in_effect
+
+    def _has_them(self, record: Record) -> bool:
+        """Whether an instance has these orders, or has none and needs none."""
+        report, ours = record.orders, self.current
+        is_blank = report.revision == 0 and is_same_but_name(ours, StandingOrders())
+        return is_blank or report.revision == ours.revision
+
+    def _change(self, orders: StandingOrders) -> None:
+        self.current = msgspec.structs.replace(orders, revision=orders.revision + 1, token=self._token)
