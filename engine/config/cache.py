@@ -110,10 +110,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dir is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
+        if self.kv_cache_dir is not None and not self.moves_blocks:
             off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
             raise ValueError(f"--kv-cache-dir does nothing with --no-enable-{off}: drop one of the two")
-        if self.enable_kv_inheritance and not (self.enable_prefix_caching and self.enable_kv_transfer):
+        if self.enable_kv_inheritance and not self.moves_blocks:
             off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
             raise ValueError(
                 f"--enable-kv-inheritance does nothing with --no-enable-{off}: drop one of the two"
@@ -126,7 +126,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self._check_transfer(self.kv_transfer)
 
     def _check_transfer(self, given: KvTransferConfig) -> None:
-        if given.kv_connector is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
+        if given.kv_connector is not None and not self.moves_blocks:
             off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
             raise ValueError(f"--kv-transfer-config does nothing with --no-enable-{off}: drop one of the two")
         mode = self.disaggregation_mode
@@ -135,6 +135,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"--disaggregation-mode {mode} and --kv-transfer-config with {given.kv_role} are two roles: "
                 "drop one of the two"
             )
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether KV blocks have names by which other instances and files may have them."""
+        return self.enable_prefix_caching and self.enable_kv_transfer
 
     @property
     def kv_events(self) -> KvEventsConfig | None:

@@ -33,8 +33,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         device, nnodes = self.device, self.nodes.nnodes
         is_elsewhere = nnodes > 1 or device.distributed_executor_backend == "ray"
-        if self.cache.kv_cache_dir is not None and (is_elsewhere or device.device == "cuda"):
-            what = "caches on a GPU" if device.device == "cuda" else "workers on other hosts (--nnodes, ray)"
+        on_gpus = device.device == "cuda" and device.num_workers > 1
+        if self.cache.kv_cache_dir is not None and (is_elsewhere or on_gpus):
+            what = "workers on other hosts (--nnodes, ray)" if is_elsewhere else "workers on GPUs (-tp, -pp)"
             raise ValueError(f"--kv-cache-dir is not built for {what}: drop it")
         if self.cache.kv_codes is not None and device.attention_backend == "TRITON_ATTN":
             raise ValueError(

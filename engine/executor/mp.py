@@ -212,13 +212,14 @@ class MpExecutor:
         self._num_slots = [num_blocks, num_states][: 1 + bool(num_states)]
 
     def block_memory(self) -> CacheMemory | None:
-        """See :class:`.Executor`. None where a worker is on another host."""
+        """See :class:`.Executor`. None where a worker is on another host, or on a device."""
         caches = [
             WorkerCache(worker.name, worker.child.pid, worker.ended, cache)
             for worker, cache in zip(self._workers, self._caches, strict=True)
             if isinstance(worker, LocalWorker) and cache is not None
         ]
         if len(caches) < len(self._workers):
+            logger.info("KV blocks are not shared: workers are on other hosts, or their caches on devices")
             return None
         regions = [
             ShardMemory(caches, count, lambda: self._num_finished, kind)

@@ -12,20 +12,19 @@ the step loop sees to.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import select
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.executor.messages import CacheAt
-from engine.transfers.block_memory import Bytes, CacheGone
+from engine.transfers.block_memory import Bytes, CacheGone, CopiedMemory
 
 MOST_PIECES = 1024
 """Pieces of one copy (``IOV_MAX``)."""
@@ -121,7 +120,7 @@ class _Shard:
         return size
 
 
-class ShardMemory:
+class ShardMemory(CopiedMemory):
     """Implements :class:`engine.transfers.block_memory.CacheMemory` for workers of this host."""
 
     def __init__(
@@ -155,19 +154,9 @@ class ShardMemory:
     def layout(self) -> tuple[int, ...]:
         return tuple(size for shard in self._shards for size in shard.layout)
 
-    block_layout = layout
-
     @property
     def shards(self) -> tuple[int, ...]:
         return tuple(len(shard.layout) for shard in self._shards)
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(shard.num_bytes for shard in self._shards)
-
-    def bytes_of(self, slot: int) -> int:
-        """See :class:`.CacheMemory`."""
-        return self.block_bytes
 
     def read(self, blocks: Sequence[int]) -> Bytes:
         """See :class:`.CacheMemory`."""
@@ -176,22 +165,6 @@ class ShardMemory:
         for row, block in zip(found, blocks, strict=True):
             self._copy(block, row, writes=False)
         return found
-
-    def parts_of(self, block: int) -> list[memoryview]:
-        """See :class:`.CacheMemory`. A copy."""
-        return [self.read([block])[0].data]
-
-    @contextlib.contextmanager
-    def filling(self, block: int) -> Iterator[list[memoryview]]:
-        """See :class:`.CacheMemory`. The room is here, and copied at the end."""
-        room = np.empty(self.block_bytes, dtype=np.uint8)
-        yield [room.data]
-        self._settle()
-        self._copy(block, room, writes=True)
-
-    def prepare(self, num_blocks: int, first: int = 0) -> bool:
-        """See :class:`.CacheMemory`. Only a worker itself could."""
-        return False
 
     def write(self, block: int, data: memoryview) -> None:
         """See :class:`.CacheMemory`."""

@@ -30,8 +30,10 @@ from engine.compute.graph_sizes import capture_sizes
 from engine.compute.runner import ModelRunner, Pending, sampler_of
 from engine.config import EngineConfig
 from engine.config.scheduler import most_tokens
+from engine.executor.cache_staging import CacheStaging
 from engine.executor.spread_shard import KERNEL_COPIES, SpreadShard
 from engine.gpu.coded_parameter import coded_of
+from engine.gpu.copy_stream import CudaCopyStream
 from engine.host import memory
 from engine.host.cache_size import left_beside, share_of_device
 from engine.inheritance.shared_cache import SharedCache
@@ -90,6 +92,8 @@ class UniExecutor(SpreadShard):
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""
+        self._staging: CacheStaging | None = None
+        """Copies of KV blocks from and to a device; None: there are none."""
         self._num_blocks = self._num_states = 0
         self.shared: SharedCache | None = None
         """Memory for the KV cache that outlives this process, where it is wanted.
@@ -240,6 +244,12 @@ class UniExecutor(SpreadShard):
         self._stored = cache.stored
         with self._fixed or contextlib.nullcontext():
             graphs = self._make_graphs(cache, num_blocks)
+        if model.device.type == "cuda" and self._config.cache.moves_blocks and self._shard.is_whole:
+            parts = [each.view(torch.uint8).view(len(each) // block_size, -1) for each in self._stored]
+            self._staging = CacheStaging(
+                CudaCopyStream(model.device),
+                [each[:num_blocks] for each in parts],  # one is no request's
+            )
         self.computes_apart = launches_ahead(self._place, self._shard, has_graphs=graphs is not None)
         fixed = self._fixed is not None
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
@@ -284,13 +294,15 @@ class UniExecutor(SpreadShard):
         return DeviceBlocks(model.device)
 
     def block_memory(self) -> CacheMemory | None:
-        """See :class:`.Executor`; None where the cache is on a device."""
+        """See :class:`.Executor`; None on a device, unless its blocks are to move."""
+        if self._staging is not None:
+            return self._staging.memory
         regions = self.regions
         return PieceMemory(regions) if len(regions) > 1 else next(iter(regions), None)
 
     @property
     def regions(self) -> list[BlockMemory]:
-        """Memory of KV blocks, and of recurrent states; none on devices."""
+        """Host memory of KV blocks, and of recurrent states; none on devices."""
         if self._model is None or self._model.device.type != "cpu" or not self._num_blocks:
             return []
         counts = [self._num_blocks, self._num_states][: 1 + bool(self._num_states)]
@@ -396,7 +408,7 @@ class UniExecutor(SpreadShard):
             if not self.computes_apart:
                 result = pending()
                 pending = lambda: result  # noqa: E731
-            self._pending.append(pending)
+            self._pending.append(pending if self._staging is None else self._staging.marked(pending))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -436,6 +448,7 @@ class UniExecutor(SpreadShard):
         """Let go of the weights and the cache."""
         self._runner = None
         self._stored = []
+        self._staging = None
         self._held = None
         self._model = None
         self._program = None

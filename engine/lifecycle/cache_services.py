@@ -141,11 +141,14 @@ class CacheServices:
         cache = self._config.cache
         memory = executor.block_memory()
         if memory is None and cache.kv_cache_dir is not None:
-            raise InstanceEnded(process.EXIT_USAGE, "--kv-cache-dir needs a KV cache on this host: drop it")
+            text = (
+                "--kv-cache-dir needs a KV cache of one process, or of workers on this host's CPUs: drop it"
+            )
+            raise InstanceEnded(process.EXIT_USAGE, text)
         if (given := cache.kv_transfer) is not None and given.without_effect:
             names = ", ".join(given.without_effect)
             logger.info("KV blocks move in our own way: %s of --kv-transfer-config change nothing", names)
-        if memory is None or not cache.enable_prefix_caching or not cache.enable_kv_transfer:
+        if memory is None or not cache.moves_blocks:
             return
         kinds = [(kind.label, kind.grid, kind.form) for kind in core.pool.kinds.boundaries]
         facts = CacheFacts(

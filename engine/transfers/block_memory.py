@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -77,6 +78,53 @@ class CacheMemory(Protocol):
     def write(self, block: int, data: memoryview) -> None:
         """Put bytes that :meth:`read` gave into a block."""
         ...
+
+
+class CopiedMemory(ABC):
+    """Base of caches out of reach of this process, whose blocks are copied whole."""
+
+    num_blocks: int
+
+    @property
+    @abstractmethod
+    def layout(self) -> tuple[int, ...]:
+        """See :class:`CacheMemory`."""
+
+    @property
+    def block_layout(self) -> tuple[int, ...]:
+        """See :class:`CacheMemory`."""
+        return self.layout
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.layout)
+
+    def bytes_of(self, slot: int) -> int:
+        """See :class:`CacheMemory`."""
+        return self.block_bytes
+
+    @abstractmethod
+    def read(self, blocks: Sequence[int]) -> Bytes:
+        """See :class:`CacheMemory`."""
+
+    @abstractmethod
+    def write(self, block: int, data: memoryview) -> None:
+        """See :class:`CacheMemory`."""
+
+    def parts_of(self, block: int) -> list[memoryview]:
+        """See :class:`CacheMemory`. A copy."""
+        return [self.read([block])[0].data]
+
+    @contextlib.contextmanager
+    def filling(self, block: int) -> Iterator[list[memoryview]]:
+        """See :class:`CacheMemory`. The room is here, and copied at the end."""
+        room = np.empty(self.block_bytes, dtype=np.uint8)
+        yield [room.data]
+        self.write(block, room.data)
+
+    def prepare(self, num_blocks: int, first: int = 0) -> bool:
+        """See :class:`CacheMemory`. Only where the blocks lie could that be done."""
+        return False
 
 
 class BlockMemory:

@@ -12,7 +12,7 @@ compiles what earlier ones have not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,14 @@ import torch
 
 from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows, Scoring
-from engine.gpu import coded_kernels, coded_products, fixed_products, fused_launches, grouped_products
+from engine.gpu import (
+    block_copies,
+    coded_kernels,
+    coded_products,
+    fixed_products,
+    fused_launches,
+    grouped_products,
+)
 from engine.gpu.coded_products import DeviceCodes
 from engine.gpu.late_rotary import LateRotation
 from engine.model.quantization.rounding import Rounding
@@ -82,6 +89,19 @@ SHAPES = {
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
+
+
+class Ordinary:
+    """Copies that are not launched, through memory that is not page-locked."""
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def locked(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8)
 
 
 class Steps:
@@ -180,6 +200,14 @@ class Steps:
             fixed_products.linear(empty(rows, sizes.hidden, dtype=dtype), weight)
         fixed_products.sum_of_rows(empty(rows, sizes.hidden, dtype=dtype))
 
+    def copy_blocks(self, count: int) -> None:
+        """Copies of so many KV blocks, both ways."""
+        parts = [each.view(torch.uint8).view(len(each) // 16, -1) for each in self.cache.stored]
+        copies = block_copies._KernelCopies(parts, Ordinary(), 8)
+        rows = empty(count, sum(part.shape[1] for part in parts), dtype=torch.uint8)
+        for gathers in (True, False):
+            copies.copy(list(range(count)), rows, gathers=gathers)
+
     def sample(self, rows: int) -> None:
         """Races of so many rows."""
         float32 = torch.float32
@@ -218,6 +246,7 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.mixed([1, 70, 9], [1000, 0, 33])
         steps.mixed([1, 9], [4, 0])
         steps.sample(3)
+        steps.copy_blocks(2)
         for rows in (1, 64, 8192):
             steps.coded(rows)
         fixed = Steps(sizes, dtype, fixed=True)
@@ -233,6 +262,7 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.mixed([1371], [5])
         steps.sample(1)
         steps.sample(64)
+        steps.copy_blocks(7)
         for rows in (7, 33, 800, 1371):
             steps.coded(rows)
             fixed.fixed_products(rows)

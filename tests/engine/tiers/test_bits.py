@@ -14,6 +14,7 @@ from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import FileTier
 from engine.transfers import price
 from engine.transfers.mover import BlockMover
+from tests.engine.copying_device import load_on_device
 from tests.engine.invariance.answers import ALONE, PEER, Answer, Answers, How, Instance, load, step
 from tests.engine.invariance.mixed import requests
 from tests.engine.invariance.test_table import VOCAB, directory_of
@@ -62,9 +63,10 @@ class Serving:
         self.mover.close()
 
 
-@pytest.fixture(scope="module")
-def instance(tmp_path_factory: pytest.TempPathFactory) -> Instance:
-    return load(directory_of("llama", tmp_path_factory))
+@pytest.fixture(scope="module", params=[load, load_on_device])
+def instance(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Instance:
+    loaded: Instance = request.param(directory_of("llama", tmp_path_factory))
+    return loaded
 
 
 def test_an_instance_that_starts_again_gives_the_same_bits(instance: Instance, tmp_path: Path) -> None:
@@ -109,10 +111,9 @@ def test_blocks_that_their_writer_computed_wrongly_are_found_by_computing_one(
     first.close()
     for name in names:  # a digest that is right, of bytes that are not
         (block,) = first.core.pool.find_prefix([name])
-        parts = memory.parts_of(block)
-        for part in parts:
-            part[3] ^= 64
-        first.tier._files.write(name, parts)
+        wrong = memory.read([block])[0]
+        wrong[3] ^= 64
+        first.tier._files.write(name, [wrong.data])
     again = Serving(instance, tmp_path)
     assert again.answers(submits) == alone
     again.close()

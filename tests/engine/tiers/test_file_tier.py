@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from engine.pieces.pool import PiecePool
 from engine.tiers import file_tier
 from engine.tiers.block_files import BlockFiles, file_bytes
 from engine.tiers.file_tier import FileTier
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.fetching import FILES, TransferEnded, TransferOutcome, Wanted
+from tests.engine.copying_device import staged
 from tests.waiting import PATIENCE
 
 NAMES = [bytes([number]) * 16 for number in range(1, 60)]
@@ -27,12 +29,14 @@ WIDTHS = 96, 32
 class Cache:
     """One instance's cache, with its tier."""
 
+    memory_of: Callable[[Any], CacheMemory] = BlockMemory
+
     def __init__(self, root: Path, seed: int = 1, most_bytes: int = 1 << 20) -> None:
         draw = np.random.default_rng(seed)
         self.parts = [draw.integers(0, 255, (NUM_BLOCKS, width), dtype=np.uint8) for width in WIDTHS]
         self.pool = PiecePool(NUM_BLOCKS)
         self.files = BlockFiles(root, "model/class", "same")
-        self.tier = FileTier(self.pool, BlockMemory(self.parts), self.files, most_bytes, lambda: None)
+        self.tier = FileTier(self.pool, self.memory_of(self.parts), self.files, most_bytes, lambda: None)
         self.tier.start()
 
     def compute(self, names: list[bytes]) -> list[int]:
@@ -71,6 +75,12 @@ class Cache:
 
         self.until(ended)
         return found[0]
+
+
+@pytest.fixture(autouse=True, params=[BlockMemory, staged], ids=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All caches are of one sort."""
+    monkeypatch.setattr(Cache, "memory_of", staticmethod(request.param))
 
 
 @pytest.fixture
@@ -117,10 +127,9 @@ def test_an_instance_that_starts_later_finds_what_was_computed(
 def test_a_directory_that_others_can_change_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(0o770)
-    before = threading.active_count()
     with pytest.raises(PermissionError, match="chmod go-w"):
         Cache(tmp_path / "kv")
-    assert threading.active_count() == before
+    assert not [each for each in threading.enumerate() if each.name.startswith(("kv-reader", "kv-writer"))]
 
 
 def test_deletions_are_logged_with_their_number_and_folder(

@@ -19,11 +19,12 @@ def test_files_need_names_and_transfers(off: str) -> None:
     "device",
     [
         DeviceConfig(tensor_parallel_size=2, distributed_executor_backend="ray"),
-        DeviceConfig(device="cuda"),
+        DeviceConfig(device="cuda", tensor_parallel_size=2),
     ],
 )
-def test_files_are_not_built_for_workers_elsewhere_and_gpus(device: DeviceConfig) -> None:
+def test_files_are_not_built_for_workers_elsewhere_and_on_gpus(device: DeviceConfig) -> None:
     with pytest.raises(ValueError, match="--kv-cache-dir is not built for"):
         EngineConfig(cache=FILES, device=device)
     EngineConfig(device=device)
     EngineConfig(cache=FILES, device=DeviceConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
+    EngineConfig(cache=FILES, device=DeviceConfig(device="cuda"))

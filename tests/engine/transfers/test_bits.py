@@ -16,6 +16,7 @@ from engine.scheduling.request import from_submit
 from engine.transfers import checking, fetching, price
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import BlockMover
+from tests.engine.copying_device import load_on_device
 from tests.engine.invariance.answers import ALONE, PEER, Answer, Answers, How, Instance, load, step
 from tests.engine.invariance.mixed import requests
 from tests.engine.invariance.test_table import VOCAB, directory_of
@@ -77,12 +78,14 @@ def serve(*instances: Serving) -> None:
             each.turn()
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "llama on a device"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Instance, Instance]:
-    directory: Path = directory_of(request.param, tmp_path_factory)
-    return load(directory), load(directory)
+    family, _, where = request.param.partition(" ")
+    directory: Path = directory_of(family, tmp_path_factory)
+    make = load_on_device if where else load
+    return make(directory), make(directory)
 
 
 @pytest.fixture

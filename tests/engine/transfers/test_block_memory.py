@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import numpy as np
+import pytest
 
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.identity import CacheFacts, identity_of
+from tests.engine.copying_device import staged
 
 
-def test_a_block_is_its_part_of_every_tensor() -> None:
+@pytest.mark.parametrize("memory_of", [BlockMemory, staged])
+def test_a_block_is_its_part_of_every_tensor(memory_of: Callable[[Any], CacheMemory]) -> None:
     keys = np.arange(12, dtype=np.uint8).reshape(3, 4)
     values = np.arange(100, 106, dtype=np.uint8).reshape(3, 2)
-    memory = BlockMemory([keys, values])
+    memory = memory_of([keys, values])
     assert (memory.num_blocks, memory.block_bytes, memory.layout) == (3, 6, (4, 2))
     found = memory.read([2, 0])
     assert found.tolist() == [[8, 9, 10, 11, 104, 105], [0, 1, 2, 3, 100, 101]]

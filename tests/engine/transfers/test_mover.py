@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,11 +16,12 @@ from coordinator.rpc import keys
 from coordinator.rpc.codec import Decoder, encode
 from coordinator.rpc.keys import MeshKeys
 from engine.transfers import lending_port
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 from engine.transfers.lending import Lookup, Return, SendPiece
 from engine.transfers.messages import BlockPiece, Lent, LoanRequest, ToTaker, joined
 from engine.transfers.mover import BlockMover, Event
+from tests.engine.copying_device import staged
 from tests.waiting import until
 
 NUM_BLOCKS = 50
@@ -32,10 +34,12 @@ ANYWHERE = "tcp://127.0.0.1:0"
 class End:
     """A cache, its mover, and a step loop that lends what the test has named."""
 
+    memory_of: Callable[[Any], CacheMemory] = BlockMemory
+
     def __init__(self, seed: int, identity: str = "same", mesh_keys: MeshKeys | None = None) -> None:
         chance = np.random.default_rng(seed)
         self.parts = [chance.integers(0, 256, (NUM_BLOCKS, width), dtype=np.uint8) for width in WIDTHS]
-        self.memory = BlockMemory(self.parts)
+        self.memory = self.memory_of(self.parts)
         self.mover = BlockMover(self.memory, identity, ANYWHERE, mesh_keys, lambda: None)
         self.mover.start()
         self.events: list[Event] = []
@@ -55,6 +59,12 @@ class End:
 
 
 Make = Callable[..., End]
+
+
+@pytest.fixture(autouse=True, params=[BlockMemory, staged], ids=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All movers have caches of one sort."""
+    monkeypatch.setattr(End, "memory_of", staticmethod(request.param))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from engine.messages import Submit
 from engine.sampling import SamplingParams
 from engine.transfers import checking
 from engine.transfers.fetching import DEAD, FILES
+from tests.engine.copying_device import load_on_device
 from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load
 from tests.engine.invariance.mixed import requests
 from tests.engine.invariance.test_table import VOCAB, directory_of
@@ -27,14 +28,22 @@ INTERVAL = 16
 NUM_BLOCKS = 20
 
 
-@pytest.fixture(scope="module")
-def instance(tmp_path_factory: pytest.TempPathFactory) -> Instance:
-    return load(directory_of("llama", tmp_path_factory))
+@pytest.fixture(scope="module", params=[load, load_on_device])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Instance, Instance]:
+    directory = directory_of("llama", tmp_path_factory)
+    return request.param(directory), request.param(directory)
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Instance:
-    return load(directory_of("llama", tmp_path_factory))
+def instance(pair: tuple[Instance, Instance]) -> Instance:
+    return pair[0]
+
+
+@pytest.fixture(scope="module")
+def other(pair: tuple[Instance, Instance]) -> Instance:
+    return pair[1]
 
 
 def prompt(number: int, salt: str = "") -> Submit:
