@@ -141,8 +141,7 @@ class BlockChecks:
             return
         check = BlockCheck(request, source, named, position, found)
         if not self._pool.kinds.step:
-            own = request.blocks[most]
-            if own in found or request.num_computed < position:
+            if request.num_computed < position or (own := request.blocks[most]) in found:
                 return
             check = replace(check, own=[own])
             self._files_are_new &= source != FILES

@@ -34,8 +34,11 @@ class Serving:
         inherits: bool = False,
         states: int = 64,
         check_interval: int = 0,
+        how: How | None = None,
+        submits: Sequence[Submit] = (),
     ) -> None:
-        self.core: EngineCore = instance.core(How(cache=CACHE, states=states))
+        """``submits``: requests for which ``how`` has drafts."""
+        self.core: EngineCore = instance.core(how or How(cache=CACHE, states=states), submits)
         self.pool, size = self.core.pool, instance.block_size
         memory = instance.executor.block_memory()
         assert memory is not None

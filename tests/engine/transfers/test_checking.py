@@ -54,6 +54,15 @@ def test_a_block_is_compared_if_its_step_computes_all_of_it(num_computed: int, p
     assert len(setup.checks) == pending
 
 
+def test_a_block_that_its_request_comes_to_in_a_later_step_is_not_compared() -> None:
+    """Others have evicted the blocks before, and a chunk ends before it."""
+    setup = Setup()
+    setup.request.blocks = setup.pool.take(1) or []
+    setup.request.num_computed = SIZE
+    setup.checks.admitted(setup.request)
+    assert len(setup.checks) == 0
+
+
 STATES = [BoundarySlots(BoundaryKind(label="state", grid=2 * SIZE, num_bytes=8), 4)]
 
 
