@@ -5,13 +5,13 @@ Torch is loaded late.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 
 from parallel.communicators import Backend, Communicator, make_communicator
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting
 from parallel.links.transports import MeshTransport
+from parallel.rounds import memory_order
 
 
 def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> Backend:
@@ -35,15 +35,15 @@ def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> B
 def choose_transport(hosts: Sequence[str], between: str = "auto") -> Backend:
     """The communicator of a group with members on these hosts.
 
-    Shared memory on one host, ``between`` (``--mesh-transport``) among several, both where some share one.
+    Shared memory on one host that can have it, ``between`` (``--mesh-transport``) among several, both where
+    some share one.
     """
-    can_share = platform.machine() in ("x86_64", "AMD64")  # shared memory needs their memory order
     distinct = len(set(hosts))
-    if can_share and distinct == 1:
+    if distinct == 1 and memory_order.fence_here() is not None:
         return "shared_memory"
     if between == "gloo":
         return "gloo"
-    return "mixed" if can_share and distinct < len(hosts) else "tcp"
+    return "mixed" if 1 < distinct < len(hosts) else "tcp"
 
 
 def on_devices(group: Communicator, meeting: Meeting, number: int, timeout: float, name: str) -> Communicator:

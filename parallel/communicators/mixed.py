@@ -19,6 +19,7 @@ from parallel.communicators.rounds_communicator import RoundsCommunicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.links.counts import LinkCount
 from parallel.links.forming_group import FormingGroup
+from parallel.rounds import memory_order
 from parallel.rounds.host_health import HostHealth, MixedHealth
 from parallel.rounds.host_routes import HostRoutes
 from parallel.rounds.plans import Plans
@@ -54,8 +55,9 @@ class MixedCommunicator(RoundsCommunicator):
             return whole.blame is not None or (forming.should_stop is not None and forming.should_stop())
 
         try:
-            # Shared memory needs the same user, too.
-            name = f"{host_name or ''} {this_host()} {os.getuid()}".encode()
+            # Shared memory needs the same user, too. A member that cannot have it is on a host of its own.
+            apart = f" {forming.rank}" if memory_order.fence_here() is None else ""
+            name = f"{host_name or ''} {this_host()} {os.getuid()}{apart}".encode()
             digest = int.from_bytes(hashlib.sha256(name).digest()[:8], "big", signed=True)
             hosts = [str(row[0]) for row in network.all_gather_ints([digest])]
             self._routes = routes = HostRoutes(hosts, forming.rank)

@@ -30,6 +30,7 @@ import msgspec
 
 from parallel.communicators.rounds_communicator import RoundsCommunicator
 from parallel.links.forming_group import FormingGroup
+from parallel.rounds import memory_order
 from parallel.rounds.native_shared_memory_rounds import load, make_rounds
 from parallel.rounds.plans import Plans
 from parallel.rounds.segments import OwnSegment, SegmentAddress, open_segment
@@ -58,10 +59,11 @@ class SharedMemoryCommunicator(RoundsCommunicator):
             CollectiveError: somebody does not come, or forming was stopped.
             ValueError: memory cannot be shared here; the message says why.
         """
-        if platform.machine() not in ("x86_64", "AMD64"):
+        fence = memory_order.fence_here()
+        if fence is None:
             raise ValueError(
-                f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use tcp"
-                " (--all2all-backend tcp)"
+                f"shared memory on {platform.machine()} needs a compiled fence, and there is none:"
+                " install g++, or use tcp (--all2all-backend tcp)"
             )
         self._health = health or SharedMemoryHealth(forming.rank, forming.timeout, forming.should_stop)
         super().__init__(forming.rank, forming.size, self._health)
@@ -76,7 +78,7 @@ class SharedMemoryCommunicator(RoundsCommunicator):
             own = OwnSegment(layout.num_bytes)
             try:
                 self._members = self._map(forming, own, layout)
-                memory = GroupMemory(self.rank, layout, self._members)
+                memory = GroupMemory(self.rank, layout, self._members, fence)
                 rounds = make_rounds(memory, self._health, crowded=self.is_crowded, native=native)
                 views = SharedMemoryViews(memory, rounds, self._health)
                 self.plans = Plans(rounds, self._health.begin, views.prepare)

@@ -339,6 +339,9 @@ extern "C" {
 
 int64_t lockstep_group_bytes() { return sizeof(Group); }
 
+// Between data and the word that publishes it, where Python reads and writes them: see memory_order.py.
+void lockstep_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
 // Whether elements of this kind are added up here.
 int64_t lockstep_sums(int64_t kind) { return sum_kind(kind, nullptr, 0, nullptr, 0); }
 

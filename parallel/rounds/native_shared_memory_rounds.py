@@ -10,10 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallel.compiler import INCLUDE
-from parallel.links.native_links import OFF, SLOWER
-from parallel.native_source import NativeSource
 from parallel.rounds.arithmetic import TWO_STEP_BYTES, even_sizes
+from parallel.rounds.collectives_source import SOURCE, CGroup, CheckFunction
 from parallel.rounds.contract import CallForm
 from parallel.rounds.native_calls import (
     GIVEN_UP,
@@ -30,54 +28,12 @@ from parallel.rounds.slots import GroupMemory
 
 _MOST_INTS = 512  # in a row: a slot has room for so many, however small it is
 
-_Check = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-
-
-class _Group(ctypes.Structure):
-    """The struct of the same name in ``collectives.cpp``."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "rank", "size", "slot_bytes", "region_bytes", "view_bytes", "view_region_bytes",
-                "own_bytes", "two_step_bytes",
-            )
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "counter", "notes", "announced", "sent", "envelopes", "taken", "slots", "letters", "views",
-            )
-        ),
-        *((name, ctypes.c_void_p) for name in ("members", "terms")),
-        ("check", _Check),
-        ("crowded", ctypes.c_int64),
-        ("budget", ctypes.c_double),
-        ("shared", ctypes.c_int64),
-        *((name, ctypes.c_int64) for name in ("known", "num_views", "letters_sent")),
-        ("letter_user", ctypes.c_int64 * 2),
-        ("letter_number", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in ("culprit", "found", "expected")),
-    ]  # fmt: skip
-
-
 _ARGUMENTS = {
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_gather_ints"), 3),
     **dict.fromkeys(("all_gather_view", "all_to_all_views"), 2),
     **dict.fromkeys(("broadcast", "send", "receive"), 4),
 }
 """How many each call has."""
-
-
-SOURCE = NativeSource(
-    path=INCLUDE / "collectives.cpp",
-    headers=(INCLUDE,),
-    structs={"group": _Group},
-    off=OFF,
-    absent="native collectives: off,",
-    instead=SLOWER,
-)
 
 
 @cache
@@ -101,13 +57,13 @@ class NativeSharedMemoryRounds(SharedMemoryRounds):
         self, library: CollectivesLibrary, memory: GroupMemory, health: SharedMemoryHealth, *, crowded: bool
     ) -> None:
         super().__init__(memory, health, crowded=crowded)
-        rank, layout, members = memory
+        rank, layout, members, _ = memory
         size = layout.size
         self._library = library
         self._errors = CheckErrors()
         self._addresses = (ctypes.c_int64 * size)(*(member.address for member in members))
         self._terms = (ctypes.c_int64 * size)()
-        self._group = _Group(
+        self._group = CGroup(
             rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=layout.region_bytes,
             view_bytes=layout.view_bytes, view_region_bytes=layout.view_region_bytes,
             own_bytes=layout.own_bytes, two_step_bytes=TWO_STEP_BYTES, counter=layout.counter,
@@ -183,4 +139,4 @@ def _checking(health: SharedMemoryHealth, errors: CheckErrors) -> Any:
 
         return errors.passes(lambda: health.check(rank, has_arrived))
 
-    return _Check(check)
+    return CheckFunction(check)

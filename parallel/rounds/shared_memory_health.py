@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from parallel.links.errors import Evidence
 from parallel.links.last_words import Blame
+from parallel.rounds import memory_order
 from parallel.rounds.group_health import GroupHealth
 from parallel.rounds.segments import ProcessWatch
 
@@ -39,6 +40,7 @@ class SharedMemoryHealth(GroupHealth):
         self._names = names
         super().__init__(self.name(rank), timeout, should_stop)
         self.watch = ProcessWatch()
+        self._fence = memory_order.fence_here() or memory_order.no_fence
         self._states: dict[int, memoryview] = {}
 
     def name(self, rank: int) -> int:
@@ -57,7 +59,10 @@ class SharedMemoryHealth(GroupHealth):
                 others.
         """
         blame = self._hopeless(self.name(rank))
-        if blame is not None and not has_arrived():  # it may have come before it went
+        if blame is None:
+            return
+        self._fence()
+        if not has_arrived():  # it may have come before it went
             self.fail(*blame)
 
     def _hopeless(self, rank: int) -> Blame | None:
@@ -107,4 +112,5 @@ class SharedMemoryHealth(GroupHealth):
             if self.reason is None:
                 self.reason, self._blamed, self._evidence = reason, rank, evidence
                 if self.rank in self._states:
+                    self._fence()
                     self._states[self.rank][0] = state

@@ -4,9 +4,9 @@
 :mod:`parallel.communicators.shared_memory` says why two slots suffice.
 
 Memory order: data is written before the counter and read after it, with plain stores and loads from Python.
-That is enough on x86-64, whose stores become visible in their order and whose loads are made in theirs (total
-store order; an aligned 8-byte word is never torn; the C library fences its streaming copies). Elsewhere it is
-not, and the communicator refuses to be made.
+An aligned 8-byte word is never torn, and the C library fences its streaming copies. What a CPU needs beside
+that is the fence of :mod:`parallel.rounds.memory_order`. It stands before each word that publishes something,
+and behind each wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SharedMemoryRounds:
 
     def __init__(self, memory: GroupMemory, health: SharedMemoryHealth, *, crowded: bool) -> None:
         """``crowded``: there are more members than cores."""
-        self.rank, self._layout, self._members = memory
+        self.rank, self._layout, self._members, self._fence = memory
         self.size = self._layout.size
         self._slot_bytes = self._layout.slot_bytes
         self._region_bytes = self._layout.region_bytes
@@ -209,6 +209,7 @@ class SharedMemoryRounds:
             num_bytes = span.copy_to(own.letter_addresses[letter], low, step)
             number = own.sent[to][0]
             own.envelopes[to][number % 2] = letter + 2 * num_bytes
+            self._fence()
             own.sent[to][0] = number + 1
             self._letter_users[letter] = to, number + 1
             self._letters += 1
@@ -223,6 +224,7 @@ class SharedMemoryRounds:
             num_bytes, letter = divmod(peer.envelopes[self.rank][number % 2], 2)
             self._check_bytes(source, num_bytes, min(step, span.length - low))
             span.copy_from(peer.letter_addresses[letter], low, step)
+            self._fence()
             own.taken[source][0] = number + 1
 
     # ---- one round
@@ -245,6 +247,7 @@ class SharedMemoryRounds:
     def _publish(self, slot: int, note: int) -> None:
         own = self._members[self.rank]
         own.notes[slot] = note
+        self._fence()
         own.counter[0] += 1
 
     def _await_round(self, rank: int, slot: int, note: int) -> None:
@@ -283,6 +286,7 @@ class SharedMemoryRounds:
     def _await(self, rank: int, word: memoryview, target: int) -> None:
         if word[0] < target:
             self._spin.wait(word, target, lambda: self._health.check(rank, lambda: bool(word[0] >= target)))
+        self._fence()
 
     def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
         if sent != expected:

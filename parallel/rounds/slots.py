@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from parallel.rounds.memory_order import Fence
 from parallel.rounds.segments import Segment
 
 _WORD_BYTES = 8
@@ -180,6 +181,8 @@ class GroupMemory(NamedTuple):
     layout: SegmentLayout
     members: Sequence[Slots]
     """Segments by rank."""
+    fence: Fence
+    """Fence between data and the words that publish it."""
 
 
 class MemorySpan(NamedTuple):

@@ -22,7 +22,7 @@ class SharedMemoryViews:
     """Rounds in shared memory whose calls for views show what members have written."""
 
     def __init__(self, memory: GroupMemory, rounds: SharedMemoryRounds, health: SharedMemoryHealth) -> None:
-        self._rank, self._layout, self._members = memory
+        self._rank, self._layout, self._members, _ = memory
         self._rounds, self._health = rounds, health
 
     def prepare(self, form: CallForm) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ AREAS = {
     "epochs",
     "kernels",
     "ledger",
+    "order",
     "sampler",
     "scheduling",
     "transfers",
@@ -59,7 +60,8 @@ def test_each_bug_can_be_planted(area: str) -> None:
     problems = [problem for bug in BUGS[area] if (problem := bug.problem_in(text_of(bug.file)))]
     assert not problems
     for bug in BUGS[area]:
-        ast.parse(bug.planted_in(text_of(bug.file)))
+        if bug.file.endswith(".py"):
+            ast.parse(bug.planted_in(text_of(bug.file)))
 
 
 @pytest.mark.parametrize("area", sorted(BUGS))

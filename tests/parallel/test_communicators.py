@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import signal
@@ -28,7 +27,7 @@ from parallel.groups import form
 from parallel.links import native_links, ucx_links
 from parallel.links.meeting import MeetingHost
 from parallel.links.rendezvous import exchange
-from parallel.rounds import native_network_rounds, native_shared_memory_rounds
+from parallel.rounds import memory_order, native_network_rounds, native_shared_memory_rounds
 from parallel.rounds.segments import OwnSegment, ProcessWatch, SegmentAddress, open_segment, this_host
 from parallel.rounds.waiting import SpinWait
 from tests.nightly import NIGHTLY
@@ -448,8 +447,8 @@ def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch
         make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
     with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp, ucx or mixed"):
         make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(ValueError, match="this is aarch64: use tcp"):
+    monkeypatch.setattr(memory_order, "fence_here", lambda: None)
+    with pytest.raises(ValueError, match="needs a compiled fence, and there is none"):
         make_communicator("shared_memory", meeting, 0, 2, name="x", timeout=1.0)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-
 import pytest
 
 from parallel.communicators import Backend
 from parallel.groups import choose_backend, choose_transport
+from parallel.rounds import memory_order
 
 ONE, TWO, SOME = ["a", "a"], ["a", "b"], ["a", "b", "a"]
 
@@ -38,6 +37,6 @@ def test_the_choice_follows_from_flags_and_hosts(
 def test_shared_memory_is_for_one_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs all instances on one host, not on a, b"):
         choose_backend("shared_memory", SOME)
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert [choose_transport(hosts) for hosts in (ONE, TWO, SOME)] == ["tcp", "tcp", "tcp"]
+    monkeypatch.setattr(memory_order, "fence_here", lambda: None)
+    assert [choose_transport(hosts) for hosts in (ONE, TWO, SOME)] == ["tcp", "tcp", "mixed"]
     assert choose_transport(ONE, "gloo") == "gloo"
