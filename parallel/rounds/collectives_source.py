@@ -1,4 +1,4 @@
-"""The C++ source of the collectives in shared memory, and the struct that both sides describe.
+"""Source of the compiled collectives in shared memory, and its struct.
 
 This module loads no torch.
 """
