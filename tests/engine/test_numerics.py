@@ -25,7 +25,7 @@ from engine.settings import resolve
 from engine.step import Admit, Step
 from parallel import compiler
 from parallel.kernel_kinds import KINDS, Kind
-from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
+from tests.engine.kernels.emulation import TILES
 from tests.engine.native_families import make_family
 from tests.engine.tiny_models import make_tiny_model
 
@@ -176,10 +176,10 @@ def amx() -> Iterator[None]:
     """AMX, emulated where the CPU has none."""
     if "amx" in HERE:
         yield
-    elif not ABLE:
+    elif not TILES.is_possible:
         pytest.skip("no AVX-512 here")
     else:
-        with emulated_tiles():
+        with TILES.kernels():
             yield
 
 

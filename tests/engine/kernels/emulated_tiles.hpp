@@ -1,4 +1,4 @@
-// The tiles of AMX in software, for a CPU that has none: included before the kernels (tests/engine/kernels/emulated_tiles.py), it takes
+// The tiles of AMX in software, for a CPU that has none: included before the kernels (tests/engine/kernels/emulation.py), it takes
 // the place of the compiler's intrinsics.
 //
 // What an instruction does is written as in Intel's Software Developer's Manual, volume 2 (LDTILECFG, TILELOADD, TILESTORED, TILEZERO,

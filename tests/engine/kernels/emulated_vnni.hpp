@@ -1,4 +1,4 @@
-// The product of bytes of AVX-VNNI in software, for a CPU that has none: included before the kernels (tests/engine/kernels/emulated_vnni.py),
+// The product of bytes of AVX-VNNI in software, for a CPU that has none: included before the kernels (tests/engine/kernels/emulation.py),
 // it takes the place of the compiler's intrinsic.
 //
 // What the instruction does is written as in Intel's Software Developer's Manual, volume 2 (VPDPBUSD): four products of a byte without

@@ -15,20 +15,20 @@ from engine.kernels.core.operations import AS_FLOAT, OperationKind
 from engine.kernels.products.packing import panels
 from tests.engine.compute import test_bfloat16
 from tests.engine.kernels import test_kernels
-from tests.engine.kernels.emulated_tiles import ABLE, HEADER, emulated_tiles
+from tests.engine.kernels.emulation import TILES
 from tests.engine.kernels.products.test_compression import narrow, run, same_bits
 from tests.engine.kernels.test_kernels import random
 
 REAL = library.load()
 """The kernels of this CPU."""
-pytestmark = pytest.mark.skipif(not ABLE or REAL is None, reason="no AVX-512, or no g++, here")
+pytestmark = pytest.mark.skipif(not TILES.is_possible or REAL is None, reason="no AVX-512, or no g++, here")
 SMALLEST = 2.0**-126
 """The smallest float that is not a denormal."""
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[library.KernelLibrary]:
-    with emulated_tiles() as emulated:
+    with TILES.kernels() as emulated:
         monkeypatch.setattr(test_kernels, "KERNELS", emulated)
         yield emulated
 
@@ -163,7 +163,16 @@ def test_shapes_bytes_and_faults(tmp_path: Path) -> None:
     """Tiles that are not full, products of bytes, shapes that are refused."""
     source, made = tmp_path / "tiles.cpp", tmp_path / "tiles"
     source.write_text(PROGRAM)
-    command = ["g++", "-std=c++17", "-march=native", "-include", str(HEADER), str(source), "-o", str(made)]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-march=native",
+        "-include",
+        str(TILES.header),
+        str(source),
+        "-o",
+        str(made),
+    ]
     subprocess.run(command, check=True, timeout=120)
     printed = subprocess.run([made], check=True, capture_output=True, text=True, timeout=60).stdout
     # -128 * -128 + 127 * 2 + 3 + (1 + 2 + 3 + 4), and so on; what lies beyond a tile's shape stays

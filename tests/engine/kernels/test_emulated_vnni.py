@@ -13,13 +13,15 @@ from engine.kernels.core import library
 from engine.kernels.make import make_program
 from parallel import compiler
 from parallel.kernel_kinds import KINDS
-from tests.engine.kernels.emulated_vnni import ABLE, emulated_vnni
+from tests.engine.kernels.emulation import VNNI
 from tests.engine.kernels.test_kernels import BLOCK_SIZE, SCENARIO, everything, packed_rows, program_of
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import load
 from tests.engine.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.skipif(not ABLE or library.load() is None, reason="no AVX2, or no g++, here")
+pytestmark = pytest.mark.skipif(
+    not VNNI.is_possible or library.load() is None, reason="no AVX2, or no g++, here"
+)
 
 ROWS_TIMES_PANELS = """
 #include "core/contract.hpp"
@@ -40,7 +42,7 @@ def test_a_model_has_the_bits_of_avx2(written: str | None, tmp_path: Path) -> No
         write_quantized(directory, written, tmp_path / "quantized", tmp_path / "wide")
         directory = tmp_path / "quantized"
     model, narrow = load(directory), library.opened("avx2")
-    with emulated_vnni() as kernels:
+    with VNNI.kernels() as kernels:
         programs = [program_of(model, kernels=each) for each in (kernels, narrow)]
         assert [program.kind for program in programs] == ["avxvnni", "avx2"]
         for rows in SCENARIO:

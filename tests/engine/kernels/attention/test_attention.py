@@ -17,13 +17,15 @@ from engine.kernels.core import library
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import WITHIN, OperationKind, OperationList, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
-from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
+from tests.engine.kernels import emulation
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = [(kind, dtype) for kind in ("best", "avx2") for dtype in DTYPES]
-TILES = pytest.param("amx", torch.bfloat16, marks=pytest.mark.skipif(not ABLE, reason="no AVX-512 here"))
+TILES = pytest.param(
+    "amx", torch.bfloat16, marks=pytest.mark.skipif(not emulation.TILES.is_possible, reason="no AVX-512 here")
+)
 BLOCK_SIZE = 16
 
 
@@ -104,7 +106,7 @@ def one_thread() -> Iterator[None]:
 def kernels_of(kind: str) -> KernelLibrary:
     """Kernels of this CPU, those for AVX2, or those for AMX, whose tiles are emulated."""
     if kind == "amx":
-        with emulated_tiles() as found:
+        with emulation.TILES.kernels() as found:
             return found
     kernels = library.load() if kind == "best" else library.opened("avx2")
     assert kernels is not None

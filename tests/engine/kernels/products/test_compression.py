@@ -22,7 +22,7 @@ from engine.kernels.products.compression import (
     compressed,
 )
 from engine.kernels.products.packing import Packer, gate_and_up, panels
-from tests.engine.kernels.emulated_tiles import emulated_tiles
+from tests.engine.kernels.emulation import TILES
 from tests.engine.kernels.test_kernels import experts, random
 
 KERNELS = library.load()
@@ -37,7 +37,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
     assert KERNELS is not None
     had = KERNELS.has_tiles
     if request.param == "tiles" and not had:
-        with emulated_tiles() as kernels:
+        with TILES.kernels() as kernels:
             yield kernels
         return
     KERNELS.use_tiles(request.param == "tiles")

@@ -18,7 +18,7 @@ from engine.kernels.products.quantized import CodeArithmetic, QuantizedPanels
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.stacks import TWICE
 from engine.model.quantization.weight_codes import Codes
-from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
+from tests.engine.kernels.emulation import TILES
 from tests.engine.kernels.products.test_compression import run, same_bits
 from tests.engine.kernels.test_kernels import experts, random
 from tests.engine.model.quantization.writers import write_quantized
@@ -38,9 +38,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
         return
     had = KERNELS.has_tiles
     if request.param == "tiles" and not had:
-        if not ABLE:
+        if not TILES.is_possible:
             pytest.skip("no AVX-512 here, by which AMX is emulated")
-        with emulated_tiles() as emulated:
+        with TILES.kernels() as emulated:
             yield emulated
         return
     KERNELS.use_tiles(request.param == "tiles")

@@ -21,8 +21,7 @@ from engine.kernels.products.quantized import EightBitPanels
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.rounding import Rounding, integer_product
 from engine.model.quantization.weight_codes import Codes
-from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
-from tests.engine.kernels.emulated_vnni import emulated_vnni
+from tests.engine.kernels.emulation import TILES, VNNI
 from tests.engine.kernels.products.test_compression import same_bits
 from tests.engine.kernels.test_kernels import experts, random
 from tests.engine.model.quantization.writers import write_quantized
@@ -48,16 +47,16 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
         yield for_avx2()
         return
     if request.param == "avxvnni":
-        with emulated_vnni() as found:
+        with VNNI.kernels() as found:
             yield found
         return
     had = KERNELS.has_tiles
     with ExitStack() as stack:
         found = KERNELS
         if request.param == "tiles" and not had:
-            if not ABLE:
+            if not TILES.is_possible:
                 pytest.skip("no AVX-512 here, by which AMX is emulated")
-            found = stack.enter_context(emulated_tiles())
+            found = stack.enter_context(TILES.kernels())
         found.use_tiles(request.param == "tiles")
         yield found
         found.use_tiles(had)

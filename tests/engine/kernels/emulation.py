@@ -1,0 +1,78 @@
+"""Kernels with instructions emulated in software, for tests on CPUs without them.
+
+``python -m tests.engine.kernels.emulation NAME`` prints the compiler's command for ``tiles`` (AMX) or ``vnni``
+(AVX-VNNI). With it as ``CXX``, tests and the processes that they start run the code for these instructions;
+for ``vnni`` also with ``LOCKSTEP_NATIVE_KERNELS=avx2``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from engine.kernels.core import library
+from parallel import compiler
+from parallel.kernel_kinds import KINDS, Kind
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A header that takes the place of the compiler's intrinsics for some instructions."""
+
+    kind: Kind
+    """The kind of kernels that has these instructions."""
+    on: Kind
+    """The kind whose instructions are all that the rest needs."""
+    header: Path
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether this machine can compile and run it."""
+        return KINDS[self.on].needs <= compiler.cpu_flags() and shutil.which("g++") is not None
+
+    def command(self) -> str:
+        """The compiler, told to include the header first.
+
+        The digest is for the cache of compiled kernels, which does not see the header's text.
+        """
+        digest = hashlib.sha256(self.header.read_bytes()).hexdigest()[:16]
+        return shlex.join(["g++", "-include", str(self.header), f"-DEMULATED=0x{digest}"])
+
+    @contextmanager
+    def kernels(self) -> Iterator[library.KernelLibrary]:
+        """Kernels of the emulated kind.
+
+        Meanwhile they are the ones that :func:`library.load` returns, and the CPU's features include it.
+        """
+        features = compiler.cpu_flags() | KINDS[self.kind].needs
+        with (
+            mock.patch.dict(os.environ, {"CXX": self.command(), library.OFF: self.kind}),
+            mock.patch.object(compiler, "cpu_flags", return_value=features),
+        ):
+            library._load.cache_clear()
+            try:
+                kernels = library.load()
+                assert kernels is not None
+                assert kernels.kind(bfloat16=True) == self.kind
+                yield kernels
+            finally:
+                library._load.cache_clear()
+        library.load()
+
+
+TILES = Emulation("amx", "avx512", Path(__file__).with_name("emulated_tiles.hpp"))
+"""Tiles of AMX."""
+VNNI = Emulation("avxvnni", "avx2", Path(__file__).with_name("emulated_vnni.hpp"))
+"""The product of bytes of AVX-VNNI."""
+
+
+if __name__ == "__main__":
+    print({"tiles": TILES, "vnni": VNNI}[sys.argv[1]].command())
