@@ -16,6 +16,7 @@ from coordinator.addresses import reached
 from coordinator.member_state import MemberState
 from coordinator.messages import (
     AdmissionRefused,
+    AnswerChecks,
     Drain,
     ExpertLoads,
     FromCoordinator,
@@ -331,6 +332,8 @@ class Watcher:
             self._context, endpoint, FromCoordinator, name="coordinator", keys=keys
         )
         self._message = Watch(name, launcher)
+        self.answers: Callable[[], AnswerChecks] = AnswerChecks
+        """Shadow checks of this router, for the coordinator."""
         self._on_scale = on_scale
         self._heard_at: float | None = None
         self._copy = ViewCopy()
@@ -410,7 +413,7 @@ class Watcher:
 
     def _watch(self) -> Watch:
         series, number = self._copy.known
-        return msgspec.structs.replace(self._message, series=series, number=number)
+        return msgspec.structs.replace(self._message, series=series, number=number, answers=self.answers())
 
     def send(self, message: ToCoordinator) -> bool:
         """Send another message to the coordinator; False without a connection."""

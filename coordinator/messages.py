@@ -163,7 +163,7 @@ class Load(msgspec.Struct, frozen=True):
     refused_peers: int = 0
     """Connections refused for want of the mesh's key."""
     cache_checked: int = 0
-    """Cached pieces that were computed again and compared, since its start."""
+    """Cached pieces that were computed again and compared, in the last 24 hours."""
     cache_wrong: int = 0
     """Those of them that differed."""
 
@@ -366,6 +366,14 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     how: str
 
 
+class AnswerChecks(msgspec.Struct, frozen=True):
+    """Answers that shadow checks compared in the last 24 hours."""
+
+    checked: int = 0
+    wrong: int = 0
+    """Those of them that another instance computed otherwise."""
+
+
 class Watch(msgspec.Struct, frozen=True, tag="watch", omit_defaults=True):
     """Push changes of the view from now on.
 
@@ -378,6 +386,8 @@ class Watch(msgspec.Struct, frozen=True, tag="watch", omit_defaults=True):
     """Name of the mesh whose coordinator this ``serve`` runs; scale commands go to it."""
     odd: Annotated[dict[str, int], Meta(max_length=MAX_ODD)] = {}
     """Shadow checks of this router that name an instance, by instance."""
+    answers: AnswerChecks = AnswerChecks()
+    """All of its shadow checks."""
     series: str = ""
     """Series of the view that the watcher has."""
     number: Epoch = 0
@@ -712,6 +722,8 @@ class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     """None where the load of experts is not balanced."""
     orders: StandingOrders = StandingOrders()
     """What all instances keep to."""
+    answers: AnswerChecks = AnswerChecks()
+    """Shadow checks of all routers."""
     complete: bool = True
     """False at first: instances that serve may not have noticed this coordinator yet.
 
@@ -787,6 +799,7 @@ class ViewChange(msgspec.Struct, frozen=True, tag="change", kw_only=True, omit_d
     refused_peers: int = 0
     balance: ExpertBalance | None = None
     orders: StandingOrders = StandingOrders()
+    answers: AnswerChecks = AnswerChecks()
     complete: bool = True
     settings: Settings | None = None
     """None: as before."""

@@ -14,7 +14,7 @@ from coordinator.membership.records import Record
 from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
 from coordinator.membership.standing_orders import Orders
-from coordinator.messages import GroupPlan, Member, State, View
+from coordinator.messages import AnswerChecks, GroupPlan, Member, State, View
 from coordinator.numerics import Numerics, combined
 
 MAX_NAMED = 8
@@ -37,6 +37,8 @@ class MeshView:
         """Whether all live instances have been heard of."""
         self.refused_peers = 0
         """Connections that the listener refused."""
+        self.answers = AnswerChecks()
+        """Shadow checks of all routers."""
         self._common: tuple[str, Numerics | None, GroupPlan | None] = ("", None, None)
         """What all members of the newest group had in common when watchers saw them last."""
 
@@ -60,6 +62,7 @@ class MeshView:
             refused_peers=self.refused_peers,
             balance=epochs.rebalancing.shown(self._records.named) if self._roster.balances else None,
             orders=self._orders.current,
+            answers=self.answers,
             complete=self.is_complete,
         )
 

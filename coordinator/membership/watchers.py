@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from coordinator.membership.mesh_view import MeshView
 from coordinator.membership.records import Instruction, Peer, Publish, Rules, Send
-from coordinator.messages import Watch
+from coordinator.messages import AnswerChecks, Watch
 from coordinator.views import ViewLog
 
 MAX_WATCHERS = 10_000
 """Peers that get each change of the view; any more get only answers."""
+
+NO_CHECKS = AnswerChecks()
 
 
 class Watchers:
@@ -21,6 +23,8 @@ class Watchers:
         self._view = view
         self._log = log
         self._heard_at: dict[Peer, float] = {}
+        self._answers: dict[Peer, AnswerChecks] = {}
+        """Shadow checks of those that are routers and have some."""
         self._newcomers: set[Peer] = set()
         """Watchers that need the whole view."""
 
@@ -34,6 +38,7 @@ class Watchers:
         """Answer a watcher that is alive, and names the view that it has."""
         if peer in self._heard_at or len(self._heard_at) < MAX_WATCHERS:
             self._heard_at[peer] = now
+            self._count(peer, message.answers)
         if self._log.has(message.series, message.number):
             yield Send(peer, self._log.current())
         elif len(self._newcomers) < MAX_WATCHERS:  # else it asks again
@@ -55,3 +60,15 @@ class Watchers:
         for peer, heard_at in list(self._heard_at.items()):
             if now - heard_at > self._rules.watcher_timeout:
                 del self._heard_at[peer]
+                self._count(peer, NO_CHECKS)
+
+    def _count(self, peer: Peer, answers: AnswerChecks) -> None:
+        """Take over the shadow checks of a router."""
+        before = self._answers.pop(peer, NO_CHECKS)
+        if answers != NO_CHECKS:
+            self._answers[peer] = answers
+        if answers != before:
+            total = self._view.answers
+            self._view.answers = AnswerChecks(
+                total.checked + answers.checked - before.checked, total.wrong + answers.wrong - before.wrong
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from coordinator.messages import Load
+from coordinator.process.day_window import DayWindow
 from engine.scheduling.report_policy import LoadSnapshot
 
 RATE_WINDOW = 2.0
@@ -19,6 +20,7 @@ class LoadMeter:
         self._stepped_at = self._rested_at = time.monotonic()
         self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
         self._snapshot: LoadSnapshot | None = None
+        self._checked, self._wrong = DayWindow(), DayWindow()
 
     def __repr__(self) -> str:
         return f"<LoadMeter {self._snapshot}>"
@@ -58,6 +60,6 @@ class LoadMeter:
             tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
             steps=snapshot.steps,
             stalled_for=now - max(self._stepped_at, self._rested_at) if busy else 0.0,
-            cache_checked=snapshot.cache_checked,
-            cache_wrong=snapshot.cache_wrong,
+            cache_checked=self._checked.count(snapshot.cache_checked, now),
+            cache_wrong=self._wrong.count(snapshot.cache_wrong, now),
         )

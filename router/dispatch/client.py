@@ -105,6 +105,7 @@ class MeshClient(RouterFacts):
             self._shadowing = Shadowing(
                 shadow_rate, self._pool, self._mover, self.faults, drain=drain, tell=self._watcher.tell_odd
             )
+            self._watcher.answers = self._shadowing.answers
             self._generate = self._shadowing.generate
 
     def __repr__(self) -> str:

@@ -155,13 +155,13 @@ def _balance(balance: ExpertBalance) -> str:
 
 
 def _checks(view: View) -> list[str]:
-    """Line on checks of the instances' caches since their start, if any."""
-    checked = sum(member.load.cache_checked for member in view.members)
-    wrong = sum(member.load.cache_wrong for member in view.members)
-    if not checked + wrong:
+    """Line on answers and cached pieces that were computed again in the last 24 hours, if any."""
+    answers, pieces = view.answers.checked, sum(member.load.cache_checked for member in view.members)
+    wrong = view.answers.wrong + sum(member.load.cache_wrong for member in view.members)
+    if not answers + pieces + wrong:
         return []
-    found = f"{wrong:,} wrong" + (": see these instances' logs" if wrong else "")
-    return [f"checked: {checked:,} cache pieces, {found}"]
+    found = f"{wrong:,} wrong (24 h)" + (": see the logs" if wrong else "")
+    return [f"checked: {answers:,} answers, {pieces:,} cache pieces, {found}"]
 
 
 def _row(member: Member, epoch: int, balance: ExpertBalance | None, *, has_roles: bool) -> list[str]:

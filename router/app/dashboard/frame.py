@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from coordinator.messages import Member, View
+from coordinator.messages import AnswerChecks, Member, View
 from engine.messages import InstanceReport, LockstepCounters
 from router.app.dashboard.wire import (
     MAX_FAULTS,
@@ -59,6 +59,7 @@ def frame_of(mesh: DashboardMesh, faults: Faults, num_requests: int, front_end: 
         num_requests=num_requests,
         num_requests_here=mesh.num_in_flight,
         requests=list(mesh.flights(MAX_REQUESTS)),
+        answers=view.answers if view is not None else AnswerChecks(),
         resumes=sum(faults.counts.get(FaultEvent.RESUME, {}).values()),
         faults=faults.recent[-MAX_FAULTS:],
         balance=view.balance if view is not None else None,

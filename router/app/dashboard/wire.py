@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.messages import ExpertBalance, Load, Role
+from coordinator.messages import AnswerChecks, ExpertBalance, Load, Role
 from coordinator.numerics import Numerics
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -98,5 +98,7 @@ class Frame(msgspec.Struct, frozen=True):
     """Requests that continued at another instance, over all routers."""
     faults: list[Fault]
     """Latest faults, oldest first."""
+    answers: AnswerChecks = AnswerChecks()
+    """Shadow checks of all routers."""
     balance: ExpertBalance | None = None
     """How the load of experts is balanced; None where it is not."""

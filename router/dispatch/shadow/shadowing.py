@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from coordinator.membership.operations import ACCEPTED
-from coordinator.messages import Drain, OperatorAnswer, View
+from coordinator.messages import AnswerChecks, Drain, OperatorAnswer, View
+from coordinator.process.day_window import DayWindow
 from engine.messages import Delta, FinishReason
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
@@ -37,7 +38,7 @@ from router.dispatch.shadow.checks import (
 )
 from router.dispatch.stream import Owner, Stream
 from router.faults import FaultEvent, Faults
-from router.mesh import MeshError, Prompt
+from router.mesh import MeshError, Prompt, ShadowResult
 from router.recorded import RecordedSample, Recorder, with_logprobs
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class Shadowing:
         self._drain = drain
         self._tell = tell
         self._checks = ShadowChecks()
+        self._checked, self._wrong = DayWindow(), DayWindow()
         self._limit = DrainLimit()
         self._tasks: dict[ShadowCheck, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
@@ -155,6 +157,13 @@ class Shadowing:
     def counts(self) -> Counter[str]:
         """Ended checks: see :class:`router.mesh.ShadowResult`."""
         return self._checks.counts
+
+    def answers(self) -> AnswerChecks:
+        """Answers that were compared in the last 24 hours, and those that differed."""
+        counts, now = self.counts, time.monotonic()
+        wrong = counts[ShadowResult.ODD] + counts[ShadowResult.UNDECIDED]
+        checked = wrong + counts[ShadowResult.EQUAL]
+        return AnswerChecks(self._checked.count(checked, now), self._wrong.count(wrong, now))
 
     def generate(self, prompt: Prompt) -> Stream:
         """Send a request as :meth:`.RequestMover.generate`, and record it if it is drawn."""

@@ -5,7 +5,17 @@ import msgspec
 from coordinator.membership.operations import LAUNCHER_TIMEOUT, MAX_PENDING
 from coordinator.membership.records import Instruction, Note, Rules, Send
 from coordinator.membership.registry import Registry
-from coordinator.messages import Drain, Exited, FromCoordinator, Leave, OperatorAnswer, Scale, State, Watch
+from coordinator.messages import (
+    AnswerChecks,
+    Drain,
+    Exited,
+    FromCoordinator,
+    Leave,
+    OperatorAnswer,
+    Scale,
+    State,
+    Watch,
+)
 from tests.coordinator.membership.test_registry import Follower, heartbeat, joined, to
 
 
@@ -155,3 +165,17 @@ def test_shadow_checks_of_all_routers_are_counted_for_the_instance_that_they_nam
     assert seen("r1", {"b": 2}) == [0, 4]
     registry.handle(b"b", heartbeat("b"), 2.0)
     assert registry.view().members[1].odd == 4
+
+
+def test_answers_that_routers_checked_are_added_up_while_they_are_there() -> None:
+    registry = mesh("a", "b")
+    follower = Follower(registry, b"w", 1.0)
+    for router, checked in (("r1", 3), ("r2", 5), ("r1", 7)):
+        registry.handle(router.encode(), Watch(router, answers=AnswerChecks(checked, 1)), 1.0)
+    assert registry.view().answers == AnswerChecks(12, 2)
+    view = follower.sees(2.5, registry.tick(2.5))
+    assert view is not None
+    assert view.answers == AnswerChecks(12, 2), "it goes along with the next change"
+    registry.handle(b"r1", Watch("r1", answers=AnswerChecks(8, 1)), 100.0)
+    registry.tick(101.0)
+    assert registry.view().answers == AnswerChecks(8, 1), "the other router is gone"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.messages import BusyExpert, ExpertBalance, Load, Role
+from coordinator.messages import AnswerChecks, BusyExpert, ExpertBalance, Load, Role
 from coordinator.numerics import Numerics
 from router.tools.status import _console, as_table
 from tests.router.dispatch.test_mesh_parts import member, view
@@ -42,7 +42,7 @@ def test_an_instance_that_shadow_checks_name_is_shown_so(capsys: pytest.CaptureF
     assert "ready (odd in 2 shadow checks)" in printed
 
 
-def test_checks_of_the_cache_stand_below(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_of_answers_and_of_the_cache_stand_below(capsys: pytest.CaptureFixture[str]) -> None:
     members = [member(f"m{rank}", rank) for rank in range(2)]
     _console().print(as_table(view(*members)))
     assert "checked" not in capsys.readouterr().out
@@ -50,9 +50,10 @@ def test_checks_of_the_cache_stand_below(capsys: pytest.CaptureFixture[str]) -> 
         msgspec.structs.replace(each, load=Load(cache_checked=1200 + number, cache_wrong=number))
         for number, each in enumerate(members)
     ]
-    _console().print(as_table(view(*members)))
+    shown = msgspec.structs.replace(view(*members), answers=AnswerChecks(1204, 1))
+    _console().print(as_table(shown))
     printed = " ".join(capsys.readouterr().out.split())
-    assert "checked: 2,401 cache pieces, 1 wrong: see these instances' logs" in printed
+    assert "checked: 1,204 answers, 2,401 cache pieces, 2 wrong (24 h): see the logs" in printed
 
 
 def test_roles_are_shown_where_an_instance_has_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,8 +140,8 @@ export function showTiles(frame, point) {
   const looked = sum((one) => one.told?.cache_queries ?? 0);
   put("hits", looked ? `${((100 * sum((one) => one.told?.cache_hits ?? 0)) / looked).toFixed(0)}%` : "–");
   put("resumes", String(frame.resumes));
-  const wrong = sum((one) => one.load.cache_wrong);
-  put("checked", `${sum((one) => one.load.cache_checked)}${wrong ? `, ${wrong} wrong` : ""}`);
+  const wrong = frame.answers.wrong + sum((one) => one.load.cache_wrong);
+  put("checked", `${frame.answers.checked} answers, ${sum((one) => one.load.cache_checked)} cache pieces, ${wrong} wrong`);
   document.getElementById("model").textContent = frame.model ?? "no model yet";
   const silent = frame.coordinator_silent_for;
   const notice = document.getElementById("notice");
