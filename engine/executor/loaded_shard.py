@@ -22,11 +22,15 @@ from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
 from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare
+from engine.model.gguf.directory import SUFFIX
 from engine.model.host_digest import HostDigest, host_digest
 from engine.model.sharding.shard import Shard
+from engine.model.weight_digest import StoredTensor, stored_tensors
+from engine.model.weight_set import weight_files
 from engine.model.weights import LoadedModel, load_model
 from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts
+from engine.weight_versions.shard_weights import ShardWeights
 from parallel.expert_parallel import Dispatch
 from parallel.placement import assign_experts
 
@@ -56,6 +60,12 @@ class LoadedShard:
         self._held: HeldExperts | None = None
         self._digest: HostDigest | None = None
         """Digest of the weights; None where they are random."""
+        self._on_disk: dict[str, StoredTensor] = {}
+        """Tensors of the checkpoint by name.
+
+        None where they are random, or not in safetensors files.
+        """
+        self._new_weights: ShardWeights | None = None
         self._kept = KeptForms((), None)
         """What the model keeps of requests."""
         self._on_torch = config.device.on_torch
@@ -75,6 +85,8 @@ class LoadedShard:
         dtype: torch.dtype = getattr(torch, self._model_dtype)
         if self._config.model.reads_weights:
             self._digest = host_digest(Path(self._info.directory))
+            files = [path for path in weight_files(Path(self._info.directory)) if path.suffix != SUFFIX]
+            self._on_disk = {tensor.name: tensor for path in files for tensor in stored_tensors(path)}
         progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
         began = time.monotonic()
         share, dispatch = self._share()
@@ -221,11 +233,13 @@ class LoadedShard:
         return min(share, self._info.num_experts)
 
     def weights_digest(self, progress: Progress = lambda text: None) -> str:
-        """The digest of the checkpoint's weights, which a thread makes; empty for random ones.
+        """The digest of the weights in use, which a thread makes; empty for random ones.
 
         Raises:
             CheckpointError: the weights changed while they were read.
         """
+        if self._new_weights is not None and self._new_weights.digest:
+            return self._new_weights.digest
         return "" if self._digest is None else self._digest.result(progress)
 
     @property

@@ -51,6 +51,7 @@ from engine.states.pool import own_zeros
 from engine.step import Span, Step, StepResult
 from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.piece_memory import PieceMemory
+from engine.weight_versions.shard_weights import ShardWeights
 from parallel.devices import device_sharers
 
 logger = logging.getLogger(__name__)
@@ -392,6 +393,16 @@ class UniExecutor(SpreadShard):
             capture=CudaCapture(model.device),
         )
 
+    @property
+    def new_weights(self) -> ShardWeights:
+        """Preparation and switch of other weights, once there is a cache."""
+        assert self._model is not None, "load() comes first"
+        if self._new_weights is None:
+            self._new_weights = ShardWeights(
+                self._info, self._config.model, self._model, self._program, self._on_disk, self.spare_memory
+            )
+        return self._new_weights
+
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See :class:`.Executor`. On a CPU the step is done when this returns."""
         assert self._runner is not None, "allocate() comes first"
@@ -451,7 +462,7 @@ class UniExecutor(SpreadShard):
         self._staging = None
         self._held = None
         self._model = None
-        self._program = None
+        self._new_weights = self._program = None
 
 
 def launches_ahead(place: tuple[int, int] | None, shard: Shard, *, has_graphs: bool) -> bool:

@@ -94,7 +94,7 @@ class Chores:
 
 
 class _Released:
-    """Tensors whose memory a thread gives back, some while after nobody uses them any more."""
+    """Tensors, and their holders, whose memory a thread gives back after a while."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[float, list[Any]]] = SimpleQueue()
@@ -114,10 +114,21 @@ class _Released:
             time.sleep(max(0.0, at - time.monotonic()))
             with torch.inference_mode():
                 while tensors:
-                    tensors.pop().set_()  # its memory goes without the lock of the interpreter
+                    dropped = tensors.pop()
+                    if isinstance(dropped, torch.Tensor):
+                        dropped.set_()  # its memory goes without the lock of the interpreter
+                    del dropped
 
 
 _released = _Released()
+
+
+def drop_later(objects: list[Any]) -> None:
+    """Drop objects that hold much memory, in another thread.
+
+    The caller keeps none of them.
+    """
+    _released.put(objects)
 
 
 def let_go(tensors: list[Any]) -> None:

@@ -168,7 +168,7 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         return None
     if model.experts is not None:
         program.spread()
-    _let_go(model, proven.decoder)
+    let_go_of_weights(model, proven.decoder)
     said = f", with {KINDS[program.kind].title}"
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
@@ -370,7 +370,7 @@ def _computed(program: Program, model: LoadedModel, sample: _Sample) -> torch.Te
         return torch.full(shape, torch.nan, dtype=torch.float32 if last else model.dtype)
 
 
-def _let_go(model: LoadedModel, decoder: DecoderModel) -> None:
+def let_go_of_weights(model: LoadedModel, decoder: DecoderModel) -> None:
     """Empty the model's layers and the decoder's parts: the program has its own copy.
 
     Spread experts stay: a change of the placement may assign them anew.

@@ -28,13 +28,10 @@ from engine.kernels.exchange.rank_sums import RankSums
 from engine.kernels.exchange.sums import Sums
 from engine.kernels.experts.packed_mixture import ExchangedLayer
 from engine.kernels.experts.step_exchange import StepExchange
+from engine.kernels.laid_out import LaidOut
 from engine.kernels.lowering.buffers import BufferRoom, Buffers
-from engine.kernels.lowering.parts import Packing
 from engine.kernels.lowering.writer import PartialSums, StepList, Writer, WriterFacts
-from engine.kernels.position_tables import PositionTables
-from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
-from engine.kernels.step_list import PackedDecoder
 from engine.states.held import StateRows
 from engine.states.pool import Zeros, own_zeros
 from parallel.communicators.base import Communicator
@@ -69,18 +66,12 @@ class Program:
         self.exchange = StepExchange(
             library, decoder.exchanged, len(decoder.sparse), experts, may_join=ranks is None
         )
-        packer = Packer(library)
-        spread = None if experts is None else self.exchange.products
-        self._packed = PackedDecoder(decoder, Packing(packer, decoder.dtype, self._size, spread))
-        self._needs = decoder.needs
-        self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
-        """Bytes of the weights as they are laid out, and bytes that this saves.
-
-        Without spread experts.
-        """
-        self.quantized_bytes, self.half_bytes = packer.quantized_bytes, packer.half_bytes
-        """Bytes of packed weights of 4 and 8 bits, and of weights in float16."""
-        self._positions = PositionTables(decoder)
+        self.laid_out = LaidOut(
+            library, decoder, self._size, None if experts is None else self.exchange.products
+        )
+        self.weight_bytes, self.saved_bytes = self.laid_out.weight_bytes, self.laid_out.saved_bytes
+        self.quantized_bytes, self.half_bytes = self.laid_out.quantized_bytes, self.laid_out.half_bytes
+        self._needs = self.laid_out.sizes[0]
         self.sums = RankSums(library, ranks if decoder.num_sums else None, decoder.sums_width)
         self._cache: NativeCache | None = None
         self.states = NativeStates(decoder.states, decoder.dtype) if decoder.states else None
@@ -117,7 +108,7 @@ class Program:
         return self._decoder.cached
 
     def __repr__(self) -> str:
-        return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
+        return f"<Program {len(self.laid_out.packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
     def can_choose(self, tokens: int, draws: Draws = NO_DRAWS) -> bool:
         """Whether steps of so many tokens can :meth:`choose` with these draws.
@@ -135,6 +126,15 @@ class Program:
         """The cache in use."""
         assert self._cache is not None
         return self._cache
+
+    def replace_weights(self, laid_out: LaidOut) -> None:
+        """Compute with other weights of the same model from the next step on.
+
+        The cache, states and buffers stay.
+        """
+        self.laid_out, self._decoder = laid_out, laid_out.decoder
+        self.continuation = None
+        self._lists.clear()
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values in this cache from now on."""
@@ -234,7 +234,7 @@ class Program:
         is lacking.
         """
         last, self.continuation = self.continuation, None
-        if last is None or not last.fits(self._positions.num_positions):
+        if last is None or not last.fits(self.laid_out.positions.num_positions):
             return None
         last.advance(new_blocks)
         size = last.size
@@ -264,7 +264,7 @@ class Program:
         plan = self._cache.plan(packed, wanted)
         tokens = len(input_ids)
         self._make_room(BufferRoom(tokens, len(wanted), self.exchange.total(tokens)))
-        if self._positions.grow(int(packed.positions.max()) + 1):
+        if self.laid_out.positions.grow(int(packed.positions.max()) + 1):
             self._lists.clear()  # which point to the tables of before
         if hidden is not None:
             assert self._buffers is not None
@@ -304,7 +304,7 @@ class Program:
         if before is not None:
             self.exchange.note(self.seconds - before)
         if tokens:
-            self.attention.calls += len(self._packed.layers)
+            self.attention.calls += len(self.laid_out.packed.layers)
             self.attention.seconds = float(
                 self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND]
             )
@@ -313,13 +313,12 @@ class Program:
         """Write the list of a step; ``exchanges``: with the exchange of experts."""
         assert self._cache is not None
         assert self._buffers is not None
-        decoder, tables = self._decoder, self._positions.tables
+        decoder, tables = self._decoder, self.laid_out.positions.tables
         facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables)
         exchange = self.exchange.current if exchanges else None
-        writer = Writer(
-            self._packed.most_operations, facts, self._cache, self._buffers, exchange, sums, self.states
-        )
-        return self._packed.write(writer, exchanges=exchanges)
+        packed, buffers = self.laid_out.packed, self._buffers
+        writer = Writer(packed.most_operations, facts, self._cache, buffers, exchange, sums, self.states)
+        return packed.write(writer, exchanges=exchanges)
 
     def _failure(self) -> BaseException:
         """Why a step was given up."""
@@ -348,7 +347,7 @@ class Program:
             slots=plan.slots,
             chosen=wanted,
             positions=packed.positions,
-            angles=self._positions.angles,
+            angles=self.laid_out.positions.angles,
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,

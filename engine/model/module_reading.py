@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from engine.model.quantization.attached import attach_codes
 from engine.model.sharding.shard import ShardedClass
 from engine.model.sharding.shard_weights import all_tensors, random_shard, read_shard
 from engine.model.text_parts import NAMES, OTHER_MODALITIES
-from engine.model.weight_files import open_weights
+from engine.model.weight_files import MAPPED, OpenFile, open_weights
 from engine.model.weight_set import is_laid_out_as_usual
 
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
@@ -47,6 +48,9 @@ class ModuleReader:
     is_part: bool
     """Whether it is the language part of a larger model."""
     dtype: torch.dtype
+    source: Path | None = None
+    """Another directory that has the weights; None: that of the checkpoint."""
+    open_file: OpenFile = MAPPED
 
     @property
     def is_dummy(self) -> bool:
@@ -80,14 +84,14 @@ class ModuleReader:
         options, info = self._options(self.model_class, device), self.info
         directory = Path(info.directory)
         finds_files = is_laid_out_as_usual(directory) or self.model_class is AutoModelForCausalLM
-        if share is None and not self.is_quantised and finds_files:
+        if share is None and not self.is_quantised and finds_files and self.source is None:
             with _straight_to(device):
                 module, report = self.model_class.from_pretrained(
                     info.directory, use_safetensors=True, local_files_only=True, **options
                 )
             self._check_report(report)
             return module
-        with open_weights(directory, self.dtype, self.settings.online) as files, _straight_to(device):
+        with self._open_weights() as files, _straight_to(device):
             if share is not None:
                 with only_experts_of(self.model_class, self.config, share, files) as tensors:
                     module, report = self.model_class.from_pretrained(None, state_dict=tensors, **options)
@@ -106,13 +110,17 @@ class ModuleReader:
                 tensors = random_shard(sharded)
                 module, _ = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
             return module
-        with open_weights(Path(self.info.directory), self.dtype, self.settings.online) as files:
+        with self._open_weights() as files:
             tensors = read_shard(sharded, files, options.get("key_mapping"), device)
         with _straight_to(device):
             module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
         self._check_report(report)
         attach_codes(module, files, options.get("key_mapping"))
         return module
+
+    def _open_weights(self) -> AbstractContextManager[list[Any]]:
+        directory, online = Path(self.info.directory), self.settings.online
+        return open_weights(directory, self.dtype, online, self.source, self.open_file)
 
     def _options(self, model_class: Any, device: torch.device) -> dict[str, Any]:
         """Arguments of ``from_pretrained``."""
@@ -139,10 +147,11 @@ class ModuleReader:
 
     def _check_report(self, report: dict[str, Any]) -> None:
         """Refuse missing tensors, those of another shape, and those that the model does not know."""
+        directory = self.source or self.info.directory
         if other := sorted(report["mismatched_keys"], key=str):
             name, found, wanted = other[0]
             raise CheckpointError(
-                f"{self.info.architecture}: {self.info.directory} has {len(other)} tensor(s) of another "
+                f"{self.info.architecture}: {directory} has {len(other)} tensor(s) of another "
                 f"shape than its config.json says: {name} is {list(found)}, not {list(wanted)}"
             )
         unexpected = [
@@ -159,7 +168,7 @@ class ModuleReader:
             if keys:
                 names = ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
                 raise CheckpointError(
-                    f"{self.info.architecture}: {self.info.directory} {problem.format(len(keys))}: {names}"
+                    f"{self.info.architecture}: {directory} {problem.format(len(keys))}: {names}"
                 )
 
 

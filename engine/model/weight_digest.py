@@ -41,6 +41,10 @@ class StoredTensor(NamedTuple):
     num_bytes: int
 
 
+TensorRow = tuple[str, str, tuple[int, ...], str]
+"""Name, type and shape of a tensor, and the digest of its bytes in hexadecimal."""
+
+
 class BrokenWeights(ValueError):
     """Refusal of a file of weights that is cut short or junk.
 
@@ -102,7 +106,7 @@ def sample_digest(files: Sequence[Path]) -> bytes:
                     for before_end in (tensor.num_bytes // 2, min(SAMPLE_BYTES, tensor.num_bytes)):
                         file.seek(tensor.begin + tensor.num_bytes - before_end)
                         digest.update(file.read(min(SAMPLE_BYTES, before_end)))
-                rows.append(_row(tensor, digest.digest()))
+                rows.append(row_of(tensor, digest.digest()))
     return blake2b(_listed(rows), digest_size=DIGEST_BYTES).digest()
 
 
@@ -114,35 +118,57 @@ def whole_digest(files: Sequence[Path], passed: Callable[[int], None] = lambda n
     Raises:
         OSError, BrokenWeights: a file cannot be read, or ends before its tensors do.
     """
-    from blake3 import blake3
-
     buffer = memoryview(bytearray(PIECE_BYTES))
     rows = []
     for path in files:
         with path.open("rb", buffering=0) as file:
             for tensor in stored_tensors(path):
-                digest = blake3()
-                for piece in _pieces(path, file, tensor, buffer):
-                    digest.update(piece)
-                    passed(len(piece))
-                rows.append(_row(tensor, digest.digest(DIGEST_BYTES)))
-    return blake3(_listed(rows)).hexdigest(DIGEST_BYTES)
+                rows.append(row_of(tensor, tensor_digest(path, file, tensor, buffer, passed)))
+    return digest_of(rows)
 
 
-def _pieces(path: Path, file: BinaryIO, tensor: StoredTensor, buffer: memoryview) -> Iterator[memoryview]:
+def tensor_digest(
+    path: Path,
+    file: BinaryIO,
+    tensor: StoredTensor,
+    buffer: memoryview,
+    passed: Callable[[int], None] = lambda num_bytes: None,
+) -> bytes:
+    """Digest of a tensor's bytes, which are read through a buffer.
+
+    A buffer as large as the tensor has all of them afterwards.
+
+    Raises:
+        OSError, BrokenWeights: the file cannot be read, or ends before the tensor does.
+    """
+    from blake3 import blake3
+
+    digest, read = blake3(), 0
     file.seek(tensor.begin)
-    left = tensor.num_bytes
-    while left:
-        count = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
+    keeps = len(buffer) == tensor.num_bytes
+    while read < tensor.num_bytes:
+        begin = read if keeps else 0
+        most = min(tensor.num_bytes - read, PIECE_BYTES, len(buffer))
+        count = file.readinto(buffer[begin : begin + most])  # type: ignore[attr-defined]
         if not count:
             raise BrokenWeights(f"{path} ends before {tensor.name} does")
-        yield buffer[:count]
-        left -= count
+        digest.update(buffer[begin : begin + count])
+        passed(count)
+        read += count
+    return bytes(digest.digest(DIGEST_BYTES))
 
 
-def _row(tensor: StoredTensor, digest: bytes) -> tuple[str, str, tuple[int, ...], str]:
+def digest_of(rows: list[TensorRow]) -> str:
+    """Digest of all tensors by what is known of each, in hexadecimal."""
+    from blake3 import blake3
+
+    return str(blake3(_listed(rows)).hexdigest(DIGEST_BYTES))
+
+
+def row_of(tensor: StoredTensor, digest: bytes) -> TensorRow:
+    """What a digest of all weights knows of a tensor; ``digest``: that of its bytes."""
     return tensor.name, tensor.kind, tensor.shape, digest.hex()
 
 
-def _listed(rows: list[tuple[str, str, tuple[int, ...], str]]) -> bytes:
+def _listed(rows: list[TensorRow]) -> bytes:
     return msgspec.json.encode((VERSION, sorted(rows)))

@@ -28,7 +28,7 @@ from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
-from engine.model.checkpoint import CheckpointError, ModelInfo
+from engine.model.checkpoint import CheckpointError, ModelInfo, ReadingStopped
 from engine.model.coded_layers import CodedLayers, held_by, keep_weights_packed
 from engine.model.errors import first_line
 from engine.model.expert_weights import ExpertShare
@@ -57,7 +57,7 @@ TOP_K = (
     "top_k",
 )
 """Names that configurations have for the number of experts of a token."""
-_LOADING = threading.Lock()
+LOADING = threading.RLock()
 """Lets workers in one process load one by one.
 
 transformers changes global state while it makes a model.
@@ -193,7 +193,7 @@ def _read_model(
             reader.model_class, reader.config, shard, share, whole_states=device.type == "cpu"
         )
     is_coded = not reader.is_dummy and reads_codes(device) and reader.is_quantised
-    module = _read_module(reader, sharded, share, device, torch.device("cpu") if is_coded else device)
+    module = read_module(reader, sharded, share, device, torch.device("cpu") if is_coded else device)
     coded = CodedLayers()
     if is_coded:
         coded = keep_weights_packed(module, device, experts=share is None and sharded is None)
@@ -211,7 +211,7 @@ def _read_model(
     if device.type == "cuda" and has_triton():
         fuse_layers(module, coded.merged)
         turn_late(module, PLAN_KEYWORD)
-    with _LOADING:  # angles are computed in torch's default type, which is another one while a model is made
+    with LOADING:  # angles are computed in torch's default type, which is another one while a model is made
         _fix_rope_scaling(module, _longest(info, settings))
     states = compute_on_grid(module)
     scale_by_position(module)
@@ -225,13 +225,13 @@ def _read_model(
         return _ReadModel(module, states, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None
     if shard.is_last and shard.rank == 0 and not reader.is_dummy:
-        with _LOADING:
+        with LOADING:
             uncut = _run_uncut(reader, sharded, device)
     stage = sharded.stage_of(module)
     return _ReadModel(module, states, experts, expert_layers, stage, sharded.vocab_size, sharded, uncut)
 
 
-def _read_module(
+def read_module(
     reader: ModuleReader,
     sharded: ShardedClass | None,
     share: ExpertShare | None,
@@ -242,10 +242,10 @@ def _read_module(
     info = reader.info
     try:
         if sharded is not None:
-            with _LOADING:
+            with LOADING:
                 return reader.read_shard(sharded, place)
         return reader.make_dummy(device) if reader.is_dummy else reader.read(place, share)
-    except (CheckpointError, MemoryError):
+    except (CheckpointError, MemoryError, ReadingStopped):
         raise
     except Exception as error:  # whatever the checkpoint may do to transformers' code
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):

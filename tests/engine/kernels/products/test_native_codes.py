@@ -93,7 +93,7 @@ def test_without_their_codes_they_would_be_refused(
 
 
 def attentions(program: Program) -> list[Attention]:
-    return [packed.layer.mixer for packed in program._packed.layers]
+    return [packed.layer.mixer for packed in program.laid_out.packed.layers]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,251 @@
+"""New weights of a worker's shard, prepared while steps run and swapped between two.
+
+The module of a model that kernels compute runs no more, so it may hold the new tensors while they are laid
+out. One that torch computes gets them at the switch. No number is copied there, only pointers change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine.config import ModelConfig
+from engine.host.background import beside_steps, drop_later, let_go
+from engine.host.memory import MARGIN, is_out_of_memory
+from engine.kernels.core import library
+from engine.kernels.decoder import recognise
+from engine.kernels.laid_out import LaidOut
+from engine.kernels.make import let_go_of_weights
+from engine.kernels.program import Program
+from engine.model.checkpoint import ModelInfo, ReadingStopped
+from engine.model.errors import first_line
+from engine.model.quantization.attached import ATTRIBUTE, forget_codes
+from engine.model.tensors_again import read_again
+from engine.model.weight_digest import StoredTensor
+from engine.model.weight_set import check_weights, weight_files
+from engine.model.weights import LoadedModel
+from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
+from engine.weight_versions.private_files import PrivateFiles
+from engine.weight_versions.same_model import check_config, check_tensors
+
+logger = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class _Next(Protocol):
+    """Weights that were prepared, and take the place of those in use."""
+
+    def switch(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+class ShardWeights:
+    """The weights of a shard that is loaded, and at most one other version."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        settings: ModelConfig,
+        model: LoadedModel,
+        program: Program | None,
+        stored: Mapping[str, StoredTensor],
+        free_memory: Callable[[], int],
+    ) -> None:
+        """``program``: native kernels that compute the model; None: torch does.
+
+        ``stored``: tensors of the checkpoint that was loaded. ``free_memory``: bytes beside what the KV cache
+        may still take.
+        """
+        self._info, self._settings = info, settings
+        self._model, self._program = model, program
+        self._stored = stored
+        self._free_memory = free_memory
+        self._next: _Next | None = None
+        self._next_digest = ""
+        self.digest = ""
+        """Digest of the version in use; empty: of the checkpoint that was loaded."""
+
+    def __repr__(self) -> str:
+        return f"<ShardWeights {self.digest or 'as loaded'}, next {self._next_digest or 'none'}>"
+
+    def prepare(self, directory: str, should_stop: Callable[[], bool] = lambda: False) -> str:
+        """Read and lay out the weights of a directory; returns their digest.
+
+        Called in a background thread while steps run; what was prepared before is given back.
+
+        Raises:
+            WeightsRefused: they cannot be used here; the message says why.
+            WeightsSuperseded: ``should_stop`` returned True.
+        """
+        self.discard()
+        try:
+            self._check_model()
+            began = time.monotonic()
+            digest = beside_steps(lambda: self._prepare(Path(directory), should_stop))
+        except ReadingStopped as error:
+            self.discard()
+            raise WeightsSuperseded from error
+        except WeightsRefused:
+            self.discard()
+            raise
+        except Exception as error:
+            self.discard()
+            if is_out_of_memory(error):
+                raise WeightsRefused("there is no memory for a second version of the weights") from error
+            logger.debug("weights cannot be used", exc_info=True)
+            raise WeightsRefused(f"{directory}: {first_line(error)}") from error
+        logger.info("weights of %s prepared in %.2f s", directory, time.monotonic() - began)
+        self._next_digest = digest
+        return digest
+
+    def switch(self) -> None:
+        """Use what was prepared from the next step on; called between two steps."""
+        assert self._next is not None, "prepare() comes first"
+        self._next.switch()
+        self.digest, self._next, self._next_digest = self._next_digest, None, ""
+
+    def discard(self) -> None:
+        """Give back what was prepared, if anything was."""
+        if self._next is not None:
+            self._next.discard()
+        self._next, self._next_digest = None, ""
+
+    def _check_model(self) -> None:
+        if self._model.device.type != "cpu":
+            raise WeightsRefused("new weights while an instance runs are not built for GPUs")
+        if self._model.experts is not None:
+            raise WeightsRefused("new weights are not built for experts that are spread over instances (-ep)")
+        if not self._settings.reads_weights or not self._stored:
+            raise WeightsRefused("new weights need a checkpoint of safetensors files to begin with")
+
+    def _prepare(self, directory: Path, should_stop: Callable[[], bool]) -> str:
+        check_weights(directory)
+        files = PrivateFiles(weight_files(directory), should_stop)
+        check_config(Path(self._info.directory), directory)
+        check_tensors(self._stored, {name: tensor for name, (_, tensor) in files.homes.items()})
+        self._check_memory(files.num_bytes)
+        model = self._model
+        module = read_again(self._info, self._settings, model.dtype, model.stage.shard, directory, files.open)
+        found = dict(module.named_parameters(remove_duplicate=False)) | _kept_buffers(module)
+        self._check_found(found)
+        if self._program is None:
+            self._next = TorchWeights(model.module, found)
+        else:
+            self._next = NativeWeights(model, self._program, found)
+        del module, found
+        return files.digest()
+
+    def _check_memory(self, num_bytes: int) -> None:
+        """Check that there is room for what this shard reads, and for its laid-out form."""
+        shard = self._model.stage.shard
+        here = num_bytes // (shard.size * shard.num_stages)
+        laid_out = 0 if self._program is None else self._program.weight_bytes
+        needed, free = (here + laid_out) * shard.neighbours, self._free_memory()
+        if needed > free * (1 - MARGIN):
+            raise WeightsRefused(
+                f"there is no memory for both versions: {needed / 2**20:.1f} MiB are needed beside the "
+                f"weights in use, and {free / 2**20:.1f} MiB are free; lower --kv-cache-memory-bytes"
+            )
+
+    def _check_found(self, found: Tensors) -> None:
+        module = self._model.module
+        here = dict(module.named_parameters(remove_duplicate=False)) | _kept_buffers(module)
+        if found.keys() != here.keys():
+            names = ", ".join(sorted(found.keys() ^ here.keys())[:3])
+            raise WeightsRefused(f"the tensors make another model here: {names}")
+        for name, tensor in found.items():
+            if tensor.dtype != here[name].dtype:
+                raise WeightsRefused(f"{name} is read as {tensor.dtype}, not as {here[name].dtype}")
+
+
+class TorchWeights:
+    """New tensors for a model that torch's operators compute."""
+
+    def __init__(self, module: Any, tensors: Tensors) -> None:
+        self._module, self._tensors = module, tensors
+
+    def switch(self) -> None:
+        """Let the model's parameters have the new tensors."""
+        here = dict(self._module.named_parameters(remove_duplicate=False)) | _kept_buffers(self._module)
+        before = []
+        for name, tensor in self._tensors.items():
+            mine = here[name]
+            before.append(mine.data)
+            mine.data = tensor.data
+            if (codes := tensor.__dict__.get(ATTRIBUTE)) is not None:
+                setattr(mine, ATTRIBUTE, codes)
+        let_go(before)
+
+    def discard(self) -> None:
+        """Let go of the tensors."""
+        self._tensors = {}
+
+
+class NativeWeights:
+    """New weights, laid out for the kernels that compute the model.
+
+    The model's module has their tensors from now on, unless they are discarded.
+    """
+
+    def __init__(self, model: LoadedModel, program: Program, tensors: Tensors) -> None:
+        """Lays them out.
+
+        Raises:
+            WeightsRefused: the kernels would compute another model.
+        """
+        kernels = library.load()
+        assert kernels is not None, "the kernels compute this model"
+        self._module, self._program = model.module, program
+        self._before = _replace(model.module, tensors)
+        self._laid_out: LaidOut | None = None
+        try:
+            decoder = recognise(model.module, model.layers, model.dtype)
+            self._laid_out = laid_out = LaidOut(kernels, decoder, model.stage.shard.size)
+            if laid_out.sizes != program.laid_out.sizes:
+                raise WeightsRefused("the kernels would compute a model of other sizes")
+            laid_out.positions.grow(program.laid_out.positions.num_positions)
+            let_go_of_weights(model, decoder)
+        except BaseException:
+            self.discard()
+            raise
+
+    def switch(self) -> None:
+        """Let the program compute with them from the next step on."""
+        assert self._laid_out is not None
+        before = self._program.laid_out
+        self._program.replace_weights(self._laid_out)
+        drop_later([before, self._before])
+        self._before, self._laid_out = {}, None
+
+    def discard(self) -> None:
+        """Give the module its tensors back, and let go of the new ones."""
+        for tensor in _replace(self._module, self._before).values():
+            forget_codes(tensor)
+        self._before, self._laid_out = {}, None
+
+
+def _kept_buffers(module: Any) -> Tensors:
+    """Buffers of a model that a checkpoint has, by name."""
+    found: Tensors = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = tensor
+    return found
+
+
+def _replace(module: Any, tensors: Tensors) -> Tensors:
+    """Put these tensors in the place of a module's; returns those that it had."""
+    before: Tensors = {}
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        part = module.get_submodule(path)
+        held = part._parameters if own in part._parameters else part._buffers
+        before[name], held[own] = held[own], tensor
+    return before
