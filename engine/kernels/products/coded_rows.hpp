@@ -257,7 +257,7 @@ inline const CodedProducts& coded_products_of(const Quantized& codes) {
     return OF[(codes.is_float ? 2 : 0) + (codes.bits == 8 ? 1 : 0)][codes.arithmetic == EXACT ? 1 : 0];
 }
 
-constexpr int64_t BLOCK_INPUTS = 128;  // of a panel that are widened at a time: 8 KiB, a quarter of the smallest first cache
+constexpr int64_t BLOCK_INPUTS = 256;  // of a panel that are widened at a time: 16 KiB, half of the smallest first cache
 
 // Sums of rows, as floats `pitch` bytes apart, with a part of two panels of codes. Asks for the panels that come next.
 inline void multiply_coded_rows(const Quantized& from, const Panels& now, const Panels& then, Inputs part, const char* in, int64_t pitch,

@@ -23,6 +23,11 @@ MATRIX = re.compile(r"\.(self_attn\.[qkvo]_proj|mlp(\.experts\.\d+)?\.(gate|up|d
 LARGEST = {"int8": 127.0, "int4": 7.5}
 """Code of the largest number, for the first scale that is tried."""
 RANGES = {"int8": (-127, 127), "int4": (-8, 7)}
+SCALE_BITS = {"int8": 8, "int4": 5}
+"""Significant bits of scales: those of bfloat16, or what codes of 4 bits leave of them.
+
+Products of such scales and codes are bfloat16, so that kernels without AVX-512 have nothing to round.
+"""
 SHRINKING = np.linspace(0.7, 1.0, 31, dtype=np.float32)
 """Factors of the scales that are tried."""
 DTYPES = {"F32": ("<f4", 4), "BF16": ("<u2", 2), "F16": ("<f2", 2)}
@@ -117,7 +122,7 @@ def _codes(groups: Floats, kind: Kind) -> tuple[npt.NDArray[np.int32], Floats]:
     scales = np.zeros_like(largest)
     codes = np.zeros(groups.shape, dtype=np.int32)
     for factor in SHRINKING:
-        tried = _widened(_bfloat16(largest * factor))
+        tried = _rounded(largest * factor, SCALE_BITS[kind])
         found = np.clip(np.rint(groups / tried[..., None]), least, most)
         lost = np.square(found * tried[..., None] - groups).sum(axis=-1)
         better = lost < best
@@ -126,10 +131,16 @@ def _codes(groups: Floats, kind: Kind) -> tuple[npt.NDArray[np.int32], Floats]:
     return codes, scales
 
 
+def _rounded(numbers: Floats, significant: int) -> Floats:
+    """The nearest numbers of so many significant bits, ties to even."""
+    bits, spare = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32), np.uint32(24 - significant)
+    half = np.uint32((1 << (23 - significant)) - 1)
+    return ((bits + half + (bits >> spare & 1)) >> spare << spare).view(np.float32)
+
+
 def _bfloat16(numbers: Floats) -> npt.NDArray[np.uint16]:
-    """The nearest numbers of 16 bits, ties to even."""
-    bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    """The upper halves of numbers that are bfloat16."""
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _widened(numbers: npt.NDArray[np.uint16]) -> Floats:

@@ -34,6 +34,11 @@ GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale, with 4 bits: the first of these that divides them."""
 LEAST_SIZE = 32
 """Outputs and inputs of the smallest matrix that is quantised."""
+SPARE_BITS = 19
+"""Lowest bits of a scale that are 0, with 4 bits.
+
+Products of such scales and codes are bfloat16, so that kernels without AVX-512 have nothing to round.
+"""
 BLOCK = 128
 """Outputs and inputs of a block."""
 LARGEST_FLOAT8 = 448.0
@@ -172,7 +177,7 @@ class _Int8Rounded(_Int8):
 class _Int4(_OnlineMatrix):
     """4 bits, one scale for a group of inputs, whose greatest number becomes -8.
 
-    Of two with other signs it is the one below 0.
+    Of two with other signs it is the one below 0. Scales are rounded to the nearest of 5 significant bits.
     """
 
     def _find_size(self) -> int:
@@ -186,7 +191,9 @@ class _Int4(_OnlineMatrix):
 
     def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
         least, most = _ends(numbers)
-        return torch.where(-least >= most, least, most) / -8
+        bits = torch.where(-least >= most, least, most).div_(-8).view(torch.int32)
+        bits += (1 << (SPARE_BITS - 1)) - 1 + (bits >> SPARE_BITS & 1)
+        return (bits >> SPARE_BITS << SPARE_BITS).view(torch.float32)
 
 
 class _Float8(_OnlineMatrix):

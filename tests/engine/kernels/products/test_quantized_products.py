@@ -16,8 +16,10 @@ from engine.kernels.make import make_program
 from engine.kernels.products.packing import Packer
 from engine.kernels.products.quantized import CodeArithmetic, QuantizedPanels
 from engine.model.quantization.attached import ATTRIBUTE
+from engine.model.quantization.making import quantize_checkpoint
 from engine.model.quantization.stacks import TWICE
 from engine.model.quantization.weight_codes import Codes
+from engine.model.weight_files import open_weights
 from tests.engine.kernels.emulation import TILES
 from tests.engine.kernels.products.test_compression import run, same_bits
 from tests.engine.kernels.test_kernels import experts, random
@@ -131,6 +133,23 @@ def test_rounding_of_weights_has_the_same_bits(kernels: library.KernelLibrary, r
         for out, laid in zip(outs, (codes, plain), strict=True):
             run(kernels, OperationKind.LINEAR, x, out, flags=AS_FLOAT, weights=laid, n=64, k=192)
         assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["while it is read", "as a copy"])
+def test_chosen_scales_of_4_bits_leave_nothing_to_round(is_made: bool, tmp_path: Path) -> None:
+    """With ``--quantization int4``, and in the copies that Lockstep makes."""
+    assert KERNELS is not None
+    plain = make_tiny_model(tmp_path / "plain", "llama", dtype=torch.bfloat16)
+    if is_made:
+        quantize_checkpoint(plain, made := tmp_path / "made", "int4")
+    with open_weights(made if is_made else plain, torch.bfloat16, None if is_made else "int4") as (files,):
+        known = files.get_slice("model.layers.1.mlp.up_proj.weight")
+        codes = known.read_codes(*(slice(0, size) for size in known.get_shape()))
+    weight = torch.nn.Parameter(codes.widened(torch.bfloat16), requires_grad=False)
+    setattr(weight, ATTRIBUTE, Known(codes))
+    laid = Packer(KERNELS).panels(weight)
+    assert isinstance(laid, QuantizedPanels)
+    assert laid.record[-1] == CodeArithmetic.EXACT
 
 
 FORMS = {

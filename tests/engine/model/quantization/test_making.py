@@ -42,6 +42,9 @@ def test_the_library_finds_the_weights_that_are_served(kind: Kind, tmp_path: Pat
         found = files.get_tensor(f"{K_PROJ}.weight")
         assert torch.equal(found, widened.bfloat16())
         assert torch.equal(files.get_tensor("lm_head.weight"), before["lm_head.weight"])
+    if kind == "int4":  # scales and codes have as many significant bits as a bfloat16
+        codes = found.float() / parts["weight_scale"].float().repeat_interleave(32, -1)
+        assert torch.equal(codes, codes.round())
     error = (found.float() - before[f"{K_PROJ}.weight"].float()).norm() / found.float().norm()
     assert error < (0.01 if kind == "int8" else 0.1)
 

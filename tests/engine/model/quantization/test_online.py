@@ -86,9 +86,11 @@ def test_codes_are_those_of_numpy(matrix: torch.Tensor, tmp_path: Path) -> None:
     groups = weight.reshape(SIZE[0], -1, 128)
     least, most = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     greatest = np.where(-least >= most, least, most)
-    scale = greatest / np.float32(-8)
+    mantissas, exponents = np.frexp(greatest / np.float32(-8))
+    scale = np.ldexp(np.rint(mantissas * 32) / np.float32(32), exponents)  # of 5 significant bits
     codes = np.rint(np.divide(groups, scale, out=np.zeros_like(groups), where=scale != 0)).clip(-8, 7)
     assert np.array_equal(found["int4"].codes.numpy(), codes.reshape(SIZE))
+    assert np.array_equal(found["int4"].scales.numpy(), scale[..., 0])
     blocks = (
         torch.nn.functional.pad(matrix.float(), (0, 0, 0, 64)).unflatten(0, (2, 128)).unflatten(2, (2, 128))
     )
