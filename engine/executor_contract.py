@@ -52,9 +52,9 @@ class Executor(Protocol):
     """Owns the workers of one instance. Calls are made in this order, from one thread."""
 
     in_flight: int
-    """Most steps under way at once; more than one where workers form a pipeline, or it runs ahead."""
+    """Most steps under way at once: several in a pipeline, two where it runs ahead."""
     runs_ahead: bool
-    """Whether a row may begin before the step under way has chosen its token, which stays on the device."""
+    """Whether rows may follow tokens that the step under way chooses on the device."""
     computes_apart: bool
     """Whether :meth:`begin` returns while others, or a device, compute."""
     has_workers: bool

@@ -1,4 +1,4 @@
-"""Scheduling ahead: rows that follow a token which a step under way is still choosing (pure).
+"""Scheduling ahead: rows that follow tokens which the device is still choosing (pure).
 
 A device computes while the host schedules the next step. The token that such a row computes is not known on
 the host yet. It stands on the device, and the row is listed in :attr:`engine.step.Step.ahead`. If the token
@@ -22,13 +22,10 @@ class SchedulingAhead:
     """Chooses rows that may follow an unknown token, and steps that must wait for it."""
 
     def __init__(self, pool: PiecePool, block_size: int, *, is_on: bool) -> None:
-        """``is_on``: the executor takes such rows.
-
-        With pieces beside blocks of a cache (recurrent states) nothing goes ahead.
-        """
+        """``is_on``: the executor takes such rows, and another step while one is under way."""
         self._pool = pool
         self._block_size = block_size
-        self.is_on = is_on and not pool.kinds.step
+        self.is_on = is_on
         self.lacks_blocks = False
         """Whether a request lacks blocks that only requests in no step can give back."""
 
@@ -43,6 +40,8 @@ class SchedulingAhead:
         """
         if not self.is_on:
             return False
+        if self._pool.kinds.step:  # boundary pieces are named by the tokens before them
+            return True
         if self.lacks_blocks or (running and waiting.goes_before(running[-1])):
             return True
         return any(
@@ -52,20 +51,16 @@ class SchedulingAhead:
             for request in running
         )
 
-    def follows(self, request: Request) -> bool:
-        """Whether a request's row may follow the token that a step under way chooses for it.
+    def follows(self, request: Request) -> int:
+        """Number of tokens, 1 or 0, that may follow one still being chosen.
 
-        Not where that token is certainly the last one.
+        0 where that token is certainly the last one of the request.
         """
-        return (
-            self.is_on
-            and request.num_in_flight > 0
-            and request.num_uncomputed == 0
-            and request.num_output + 1 < request.max_output
-        )
+        follows = self.is_on and request.num_in_flight > 0 and request.num_uncomputed == 0
+        return int(follows and request.num_output + 1 < request.max_output)
 
     def known_part(self, under_way: UnderWay) -> UnderWay | None:
-        """A step that is to run again, without rows whose token is not known; None if there are no others.
+        """A step to run again, without rows whose token is not known; None: no others.
 
         Their requests go on from before these rows, without the blocks for them.
         """

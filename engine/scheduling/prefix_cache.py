@@ -49,12 +49,14 @@ class PrefixCache:
             self._name_full_blocks(request)
 
     def token_known(self, request: Request) -> None:
-        """Name the block that a request's newest token completes, where a step under way computes it."""
+        """Name the block that a request's newest token completes, while a step computes it."""
         if request.num_computed >= (request.num_named + 1) * self._block_size:
             self._name_full_blocks(request)
 
     def _name_full_blocks(self, request: Request) -> None:
-        """Put the blocks that this step fills into the prefix index, as far as their tokens are known.
+        """Put the blocks that this step fills into the prefix index.
+
+        Their tokens must be known: those of rows ahead come later (:meth:`token_known`).
 
         Every layer writes all rows' keys and values before it reads any, so another row of the same step may
         already share them.

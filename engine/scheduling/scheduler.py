@@ -115,11 +115,8 @@ class Scheduler:
         Other steps may be in flight. A request is not in the next step before its token is there, unless it
         may go ahead; a prompt's next chunk may follow the one before.
         """
-        if self._in_flight:
-            if self._ahead.waits(self._running, self._waiting):
-                return None
-        else:
-            self._ahead.lacks_blocks = False
+        if self._in_flight and self._ahead.waits(self._running, self._waiting):
+            return None
         has_boundaries = self._boundaries.step > 0
         if has_boundaries:
             self._boundaries.settle()
@@ -141,10 +138,8 @@ class Scheduler:
             if len(rows) == most_rows or rows.budget <= 0:
                 break
             count = uncomputed if uncomputed <= 1 else self.budget.chunk(request, rows)
-            if count <= 0:
-                if not self._ahead.follows(request):
-                    continue
-                count = 1
+            if count <= 0 and (count := self._ahead.follows(request)) == 0:
+                continue
             draft = drafts.get(request.key) if drafts else None
             if draft is not None and self._drafting.fill(rows, request, draft):
                 continue
@@ -156,7 +151,6 @@ class Scheduler:
                 if victims or new_blocks is None:
                     lacking = min(lacking, request.priority)
             if new_blocks is None:
-                self._ahead.lacks_blocks = bool(self._in_flight)
                 continue
             self._fill(rows, request, count, new_blocks)
         admits += self._admit_waiting(rows, most_rows, lacking)
@@ -210,6 +204,7 @@ class Scheduler:
         if not step.slots:
             return []
         oldest = self._in_flight.popleft()
+        self._ahead.lacks_blocks &= bool(self._in_flight)
         assert oldest.step.slots is step.slots, "steps are answered in order"
         if self._boundaries.step:
             self._boundaries.answered()
@@ -240,6 +235,7 @@ class Scheduler:
             later = takewhile(lambda other: other is not request, reversed(self._running))
             victim = next((other for other in later if not other.num_in_flight), request)
             if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
+                self._ahead.lacks_blocks = bool(self._in_flight)
                 return None, victims  # requests in flight will end or give way; keep what is computed
             self.queues.preempt(victim)
             victims += 1

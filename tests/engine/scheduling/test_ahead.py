@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from engine.messages import FinishReason, Submit
+from engine.pieces.kinds import BoundaryKind, BoundarySlots
 from engine.pieces.pool import PiecePool
 from engine.sampling import SamplingParams, ThinkingBudget
 from engine.scheduling.ahead import needs_tokens
@@ -58,9 +59,11 @@ def test_the_schedules_reach_what_they_are_for() -> None:
 class Ahead:
     """A scheduler with a step under way behind another, answered by hand."""
 
-    def __init__(self, *, num_blocks: int = 32, is_on: bool = True) -> None:
+    def __init__(self, *, num_blocks: int = 32, is_on: bool = True, boundaries: bool = False) -> None:
         rules = SchedulerRules(max_num_seqs=4, max_num_batched_tokens=32, block_size=SIZE, runs_ahead=is_on)
-        self.pool = PiecePool(num_blocks)
+        kind = BoundaryKind(label="state", grid=SIZE, num_bytes=8)
+        slots = [BoundarySlots(kind, 8)] if boundaries else []
+        self.pool = PiecePool(num_blocks, boundaries=slots, block_size=SIZE)
         self.scheduler = Scheduler(rules, self.pool)
         self.under_way: deque[Step] = deque()
         self._arrivals = 0
@@ -124,6 +127,19 @@ def test_what_is_behind_the_last_token_is_dropped() -> None:
     assert bench.finish(7) == []
     assert request.token_ids == [1, 1, 1, 0]
     assert bench.scheduler.blocks_in_flight() == set()
+
+
+def test_with_pieces_beside_blocks_steps_wait_for_each_other() -> None:
+    """Else requests that came meanwhile would run in steps of their own for good."""
+    bench = Ahead(boundaries=True)
+    bench.add(3)
+    assert bench.begin() is not None
+    bench.add(3)
+    assert bench.begin() is None
+    bench.finish(5)
+    step = bench.begin()
+    assert step is not None
+    assert len(step.slots) == 2
 
 
 def test_no_row_follows_a_token_that_is_certainly_the_last() -> None:
