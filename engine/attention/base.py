@@ -244,17 +244,31 @@ class PagedAttention(Protocol):
 class DecodeBuffers(Protocol):
     """Buffers of a decode step at fixed device addresses, which captured graphs read."""
 
-    def fill(self, rows: PackedRows, size: int) -> None:
+    inputs: torch.Tensor
+    """[2, rows] int64, token ids and positions of the step that has a plan."""
+    chosen: torch.Tensor
+    """[rows or more] int64, tokens chosen by the step before, for rows that follow them."""
+
+    def fill(
+        self, rows: PackedRows, size: int, input_ids: Int64s | None = None, sources: Int64s | None = None
+    ) -> None:
         """Fill in the rows of the next step, each of one token.
 
         Rows after them, up to ``size``, write and read a block that belongs to no request.
+
+        Args:
+            rows: of one token each.
+            size: rows with those that fill the step up.
+            input_ids: [rows] tokens; None: zeros.
+            sources: [rows] index into ``chosen`` of a row's token, negative where ``input_ids`` has it; None:
+                it has all.
         """
         ...
 
     def plan(self, size: int) -> AttentionPlan:
-        """Plan of the first ``size`` rows, filled in before each use.
+        """Plan of the first ``size`` rows, which were filled in.
 
-        It does nothing that depends on numbers on the device, so it can be captured.
+        It does nothing that depends on numbers on the device, so it is captured with what follows.
         """
         ...
 
@@ -262,10 +276,11 @@ class DecodeBuffers(Protocol):
 class CapturableAttention(PagedAttention, Protocol):
     """Paged attention whose decode steps can be captured."""
 
-    def decode_buffers(self, max_rows: int, max_tokens: int) -> DecodeBuffers:
+    def decode_buffers(self, max_rows: int, max_tokens: int, most_chosen: int = 0) -> DecodeBuffers:
         """Buffers for up to ``max_rows`` rows.
 
-        None of their contexts has more than ``max_tokens`` tokens.
+        None of their contexts has more than ``max_tokens`` tokens. No step chooses more than ``most_chosen``
+        tokens, or ``max_rows`` if that is more.
         """
         ...
 

@@ -42,7 +42,7 @@ def store(
     key and value [kv_heads, tokens, dim] (strides given, last one 1) go to ``slots[token]`` of keys and
     values [slots, kv_heads, dim].
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # strides times them are large
     cell = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
@@ -50,6 +50,35 @@ def store(
     new_value = tl.load(value + head * value_head + token * value_token + v, mask=in_value)
     tl.store(keys + cell * KEY_DIM + k, new_key, mask=in_key)
     tl.store(values + cell * VALUE_DIM + v, new_value, mask=in_value)
+
+
+@triton.jit(do_not_specialize=["width", "most_rows"])
+def take_apart(
+    lines,
+    width,
+    chosen,
+    inputs,
+    most_rows,
+    positions,
+    slots,
+    BLOCK_SIZE: tl.constexpr,
+    HEADER: tl.constexpr,
+):
+    """Program (row): take apart the packed line of a decode row.
+
+    lines [rows, width] are those of :mod:`engine.attention.packed_rows`. Written are inputs [2, most_rows]
+    (token ids and positions), positions [rows] as int32, and the cache's slots [rows].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    line = lines + row * width
+    token, source = tl.load(line).to(tl.int64), tl.load(line + 1)
+    position = tl.load(line + 2)
+    token = tl.load(chosen + source, mask=source >= 0, other=token)
+    block = tl.load(line + HEADER + position // BLOCK_SIZE).to(tl.int64)
+    tl.store(inputs + row, token)
+    tl.store(inputs + most_rows + row, position.to(tl.int64))
+    tl.store(positions + row, position)
+    tl.store(slots + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
 
 
 STEP_SIZES = ["table_width"]

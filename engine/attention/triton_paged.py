@@ -19,6 +19,7 @@ import torch
 from engine.attention import splits
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
+from engine.attention.packed_rows import HEADER, pack_lines
 from engine.attention.paged_tensors import PagedTensors
 from engine.attention.transfer import upload
 from engine.gpu import fused_launches
@@ -103,9 +104,9 @@ class TritonPagedAttention(PagedTensors):
         arrays = upload(np.stack([rows, tokens, counts, positions]).astype(np.int32), self.device)
         return Tiles(arrays[0], arrays[1], arrays[2], arrays[3], longest)
 
-    def decode_buffers(self, max_rows: int, max_tokens: int) -> TritonDecodeBuffers:
+    def decode_buffers(self, max_rows: int, max_tokens: int, most_chosen: int = 0) -> TritonDecodeBuffers:
         """See ``base.CapturableAttention``."""
-        return TritonDecodeBuffers(self, max_rows, max_tokens)
+        return TritonDecodeBuffers(self, max_rows, max_tokens, most_chosen)
 
     def splits(self, num_tiles: int, layer: LayerShape, longest: int, parts: int) -> int:
         """Number of programs that share the parts of the context of each query."""
@@ -215,39 +216,46 @@ class TritonAttentionPlan:
 
 
 class TritonDecodeBuffers:
-    """Implements ``base.DecodeBuffers``."""
+    """Implements ``base.DecodeBuffers``: one packed array, taken apart by the first kernel of a step."""
 
-    def __init__(self, cache: TritonPagedAttention, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, cache: TritonPagedAttention, max_rows: int, max_tokens: int, most_chosen: int) -> None:
         self._cache = cache
         self._max_tokens = max_tokens
         width = -(-max_tokens // cache.block_size)
         device = cache.device
+        self._lines = torch.zeros((max_rows, HEADER + width), dtype=torch.int32, device=device)
+        self._lines[:, HEADER:].fill_(cache.null_block)
         self._slots = torch.empty(max_rows, dtype=torch.int64, device=device)
-        self._tables = torch.full((max_rows, width), cache.null_block, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._order = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._ones = torch.ones(max_rows, dtype=torch.int32, device=device)
-        self._slots.fill_(cache.null_block * cache.block_size)
+        self.inputs = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self.chosen = torch.zeros(max(max_rows, most_chosen), dtype=torch.int64, device=device)
 
-    def fill(self, rows: PackedRows, size: int) -> None:
-        """See ``base.DecodeBuffers``."""
-        cache, num_rows = self._cache, len(rows.starts)
-        blocks = rows.block_tables[np.arange(num_rows), rows.starts // cache.block_size]
-        slots = np.full(size, cache.null_block * cache.block_size, dtype=np.int64)
-        slots[:num_rows] = cache.slots(blocks, rows.starts)
-        positions = np.zeros(size, dtype=np.int32)
-        positions[:num_rows] = rows.starts
-        tables = np.full((size, rows.block_tables.shape[1]), cache.null_block, dtype=np.int32)
-        tables[:num_rows] = rows.block_tables
-        self._slots[:size].copy_(upload(slots, cache.device))
-        self._positions[:size].copy_(upload(positions, cache.device))
-        self._tables[:size, : tables.shape[1]].copy_(upload(tables, cache.device))
+    def fill(
+        self, rows: PackedRows, size: int, input_ids: Int64s | None = None, sources: Int64s | None = None
+    ) -> None:
+        """See ``base.DecodeBuffers``. One copy goes to the device."""
+        lines = pack_lines(rows, size, self._cache.null_block, input_ids, sources)
+        self._lines[:size, : lines.shape[1]].copy_(upload(lines, self._cache.device))
 
     def plan(self, size: int) -> TritonAttentionPlan:
         """See ``base.DecodeBuffers``."""
-        order = self._order[:size]
-        tiles = Tiles(order, order, self._ones[:size], self._positions[:size], self._max_tokens)
-        return TritonAttentionPlan(self._cache, self._slots[:size], self._tables[:size], tiles)
+        lines, order = self._lines[:size], self._order[:size]
+        slots, positions = self._slots[:size], self._positions[:size]
+        kernels.take_apart[(size,)](
+            lines,
+            lines.stride(0),
+            self.chosen,
+            self.inputs,
+            self.inputs.shape[1],
+            positions,
+            slots,
+            BLOCK_SIZE=self._cache.block_size,
+            HEADER=HEADER,
+        )
+        tiles = Tiles(order, order, self._ones[:size], positions, self._max_tokens)
+        return TritonAttentionPlan(self._cache, slots, lines[:, HEADER:], tiles)
 
 
 class _Launch:

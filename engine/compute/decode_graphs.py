@@ -21,6 +21,7 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, CapturableAttention, Int64s, PackedRows
 from engine.attention.transfer import upload
+from engine.compute.followed_tokens import FollowedTokens
 from engine.compute.graph_sizes import size_for
 from engine.model.weights import LoadedModel
 
@@ -115,16 +116,22 @@ class DecodeGraphs:
     """The captured decode steps of one model over one cache."""
 
     def __init__(
-        self, model: LoadedModel, cache: CapturableAttention, sizes: Sequence[int], max_tokens: int
+        self,
+        model: LoadedModel,
+        cache: CapturableAttention,
+        sizes: Sequence[int],
+        max_tokens: int,
+        most_chosen: int = 0,
     ) -> None:
-        """``sizes``: numbers of rows, rising. ``max_tokens``: no context has more."""
+        """``sizes``: numbers of rows, rising. ``max_tokens``: no context has more.
+
+        ``most_chosen``: no step chooses more tokens, if that is more than the largest size.
+        """
         self._model = model
         self._cache = cache
         self._sizes = tuple(sizes)
         self._max_tokens = max_tokens
-        self._inputs = torch.zeros(2, sizes[-1], dtype=torch.int64, device=model.device)
-        """Token ids and positions."""
-        self._buffers = cache.decode_buffers(sizes[-1], max_tokens)
+        self._buffers = cache.decode_buffers(sizes[-1], max_tokens, most_chosen)
         self._logits: torch.Tensor | None = None
         """[largest size, vocabulary] of the last step.
 
@@ -144,30 +151,35 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> torch.Tensor:
         """Logits [size, vocabulary] of the first rows of the buffers, in memory that stays."""
+        plan, inputs = self._buffers.plan(size), self._buffers.inputs
         logits = self._model.stage.forward(
             self._model.module,
             None,
-            input_ids=self._inputs[0:1, :size],
-            position_ids=self._inputs[1:2, :size],
+            input_ids=inputs[0:1, :size],
+            position_ids=inputs[1:2, :size],
             use_cache=False,
-            **{PLAN_KEYWORD: self._buffers.plan(size)},
+            **{PLAN_KEYWORD: plan},
         )
         if self._logits is None:  # the largest size comes first
             self._logits = torch.empty_like(logits)
         return self._logits[:size].copy_(logits)
 
-    def forward(self, packed: PackedRows, input_ids: Int64s) -> torch.Tensor | None:
-        """Logits [rows, vocabulary], valid until the next call; None without a captured step."""
+    def forward(
+        self, packed: PackedRows, input_ids: Int64s, followed: FollowedTokens | None = None
+    ) -> torch.Tensor | None:
+        """Logits [rows, vocabulary], valid until the next call; None without a captured step.
+
+        ``followed``: tokens that are not among ``input_ids``, since only the device knows them.
+        """
         num_rows = len(packed.starts)
         if packed.num_single != num_rows or int(packed.starts.max()) >= self._max_tokens:
             return None
         size = size_for(num_rows, self._sizes)
         if size is None:
             return None
-        inputs = np.zeros((2, size), dtype=np.int64)
-        inputs[0, :num_rows], inputs[1, :num_rows] = input_ids, packed.positions
-        self._inputs[:, :size].copy_(upload(inputs, self._inputs.device))
-        self._buffers.fill(packed, size)
+        if followed is not None:
+            self._buffers.chosen[: len(followed.tokens)].copy_(followed.tokens)
+        self._buffers.fill(packed, size, input_ids, None if followed is None else followed.sources)
         return self._replays[size]()[:num_rows]
 
     def check(self, num_blocks: int, block_size: int) -> float:
@@ -253,6 +265,7 @@ def make_graphs(
     block_size: int,
     max_tokens: int,
     capture: Capture,
+    most_chosen: int = 0,
 ) -> DecodeGraphs | None:
     """Checked graphs, or None where steps are computed without; the reason is logged."""
     if not model.stage.shard.is_whole or model.experts is not None:
@@ -261,7 +274,7 @@ def make_graphs(
     if not sizes:
         return None
     began = time.monotonic()
-    graphs = DecodeGraphs(model, cache, sizes, max_tokens)
+    graphs = DecodeGraphs(model, cache, sizes, max_tokens, most_chosen)
     try:
         graphs.capture(capture)
         difference = graphs.check(num_blocks, block_size)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.attention.base import Int64s
+from engine.compute.logits_backend import SampleRow
 from engine.compute.token_rules import TokenRules
 from engine.kernels.choosing.logits import draw_of
 from engine.step import Admit, Step
@@ -38,6 +40,13 @@ class RequestSlot:
         slot = cls(admit, room, admit.params.is_plain, draw_of(admit.params, admit.seed), rules)
         slot.token_ids[: len(admit.token_ids)] = admit.token_ids
         return slot
+
+    def sample_row(self, position: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
+        """A row whose token at ``position`` is to be chosen."""
+        admit = self.admit
+        return SampleRow(
+            admit.params, admit.seed, position, self.token_ids[:position], admit.num_prompt, self.rules, mask
+        )
 
     def put(self, position: int, *token_ids: int) -> None:
         """Set the tokens from a position on."""

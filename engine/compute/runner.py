@@ -18,16 +18,15 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
 from engine.attention.transfer import begin_fetch, upload
-from engine.compute.logits_backend import SampleRow
+from engine.compute.followed_tokens import ChosenTokens, FollowedTokens
 from engine.compute.request_slots import BlockTables, RequestSlot, WantedLogits
-from engine.compute.sampler import Sampler, VocabularyShard, read_logprobs
+from engine.compute.sampler import Sampler, VocabularyShard
+from engine.compute.step_results import result_of, result_with_logprobs
 from engine.compute.trace import MOST_SPANS
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
-from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
-from engine.scheduling.speculation import num_taken
 from engine.states.held import RequestStates, StateRows
-from engine.step import Admit, ExtraTokens, Span, Step, StepResult
+from engine.step import Admit, Span, Step, StepResult
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
 
+UNKNOWN = 0
+"""Stands for a token in its slot until it is known."""
 Pending = Callable[[], StepResult]
 """Function that waits for the result of a begun step."""
 
@@ -71,6 +72,8 @@ class ModelRunner:
         self._tables = BlockTables(block_size)
         self._continuation: DecodeContinuation | None = None
         """Decode rows of the last native step, which the next may continue."""
+        self._chosen: ChosenTokens | None = None
+        """Tokens of the newest step, until they are in their slots."""
         self._shard = model.stage.shard
         self._sampler = sampler_of(model, row_by_row=row_by_row)
 
@@ -83,7 +86,7 @@ class ModelRunner:
         return self.begin(step)()
 
     def begin(self, step: Step) -> Pending:
-        """Begin one step; the function returned waits for it, before another begins.
+        """Begin one step; the function returned waits for it, before the next but one begins.
 
         On a device all is launched when this returns. On a CPU most of it is computed by then.
         """
@@ -97,29 +100,34 @@ class ModelRunner:
             self._tables.clear(admit.slot)
         if not step.slots:
             return _done(StepResult([]))
-        for slot, start, token in zip(step.slots, step.starts, step.tokens, strict=False):
-            self._slots[slot].put(start, token)
+        held = [self._slots[slot] for slot in step.slots]
+        for each, start, token in zip(held, step.starts, step.tokens, strict=False):
+            each.put(start, token)
         for index, draft in step.drafts.items():
-            self._slots[step.slots[index]].put(step.starts[index] + 1, *draft)
+            held[index].put(step.starts[index] + 1, *draft)
+        followed = self._followed(step, held)
         with torch.inference_mode():
             ends = step.ends
-            packed, input_ids = self._pack(step, ends)
+            packed, input_ids = self._pack(step, held, ends)
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
             wanted = self._wanted(step, packed, ends)
             program = self._program
-            draws = self._draws(step, wanted) if program is not None and self._is_plain(step) else None
+            is_plain = program is not None and step.masks is None and all(each.is_plain for each in held)
+            draws = _draws(held, wanted) if is_plain else None
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
                 with self._states_of(step):
                     tokens = program.choose(packed, input_ids, wanted.tokens, draws)
-                pending = _done(self._result(step, wanted, tokens, {}, {}))
+                pending = _done(result_of(step, held, wanted, tokens, {}, {}))
                 self._continuation = program.continuation
                 if self._continuation is not None:
                     self._continuation.begin(step)
             else:
                 with self._states_of(step):
-                    output = self._forward(packed, input_ids, wanted.tokens, hidden)
-                pending = self._sample(step, wanted, output) if self._shard.is_last else _done(StepResult([]))
+                    output = self._forward(packed, input_ids, wanted.tokens, hidden, followed)
+                pending = _done(StepResult([]))
+                if self._shard.is_last:
+                    pending = self._sample(step, held, wanted, output)
             if not self._shard.is_last:
                 self.spans.append((began, time.monotonic()))
                 self._send(output)
@@ -173,20 +181,15 @@ class ModelRunner:
         for slot, position, tokens in continuation.take():
             self._slots[slot].put(position, *tokens)
 
-    def _is_plain(self, step: Step) -> bool:
-        """Whether tokens are chosen from bare logits, without masks or log-probabilities."""
-        return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
+    def _followed(self, step: Step, held: Sequence[RequestSlot]) -> FollowedTokens | None:
+        """Tokens that rows follow and the host does not know; None if it knows all."""
+        if not step.ahead or self._chosen is None:
+            return None
+        for index in step.ahead:
+            held[index].put_one(step.starts[index], UNKNOWN)
+        return self._chosen.followed_by(step)
 
-    def _draws(self, step: Step, wanted: WantedLogits) -> Draws:
-        """Sampling parameters of each row of a plain step.
-
-        Empty (:data:`NO_DRAWS`) if each is the most likely one.
-        """
-        if all(self._slots[slot].admit.params.greedy for slot in step.slots):
-            return NO_DRAWS
-        return draws([self._slots[step.slots[row]].draw for row in wanted.sampled])
-
-    def _pack(self, step: Step, ends: list[int]) -> tuple[PackedRows, Int64s]:
+    def _pack(self, step: Step, held: Sequence[RequestSlot], ends: list[int]) -> tuple[PackedRows, Int64s]:
         """The rows of a step and their token ids; ``ends`` are those of the step."""
         slots = np.array(step.slots, dtype=np.int64)
         starts = np.array(step.starts, dtype=np.int64)
@@ -194,16 +197,10 @@ class ModelRunner:
         self._tables.extend(step)
         tables = self._tables.blocks[slots, : (max(ends) - 1) // self._block_size + 1]
         if step.counts.count(1) == len(slots):
-            token_ids = [
-                self._slots[slot].token_ids.item(start)
-                for slot, start in zip(step.slots, step.starts, strict=True)
-            ]
+            token_ids = [each.token_ids.item(start) for each, start in zip(held, step.starts, strict=True)]
             return PackedRows(starts, counts, tables, starts.copy(), len(slots)), np.array(token_ids)
         input_ids = np.concatenate(
-            [
-                self._slots[slot].token_ids[start:end]
-                for slot, start, end in zip(step.slots, step.starts, ends, strict=True)
-            ]
+            [each.token_ids[start:end] for each, start, end in zip(held, step.starts, ends, strict=True)]
         )
         offsets = np.cumsum(counts) - counts
         positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
@@ -245,7 +242,12 @@ class ModelRunner:
         return found
 
     def _forward(
-        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None
+        self,
+        packed: PackedRows,
+        input_ids: Int64s,
+        wanted: Int64s,
+        hidden: torch.Tensor | None,
+        followed: FollowedTokens | None = None,
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden]."""
         if self._program is not None:
@@ -253,14 +255,17 @@ class ModelRunner:
         assert self._cache is not None
         device = self._model.device
         if self._graphs is not None:
-            logits = self._graphs.forward(packed, input_ids)
+            logits = self._graphs.forward(packed, input_ids, followed)
             if logits is not None:
                 every = len(wanted) == len(logits) and bool((wanted == np.arange(len(wanted))).all())
                 return logits if every else logits.index_select(0, upload(wanted, device))
+        ids = upload(input_ids, device)
+        if followed is not None:
+            followed.fill(ids)
         return self._model.stage.forward(
             self._model.module,
             hidden,
-            input_ids=upload(input_ids, device).unsqueeze(0),
+            input_ids=ids.unsqueeze(0),
             position_ids=upload(packed.positions, device).unsqueeze(0),
             use_cache=False,
             logits_to_keep=upload(wanted, device),
@@ -284,62 +289,47 @@ class ModelRunner:
         carried = hidden if carries(self._shard.stages, hidden) else hidden.cpu()
         self._shard.stages.send(carried, self._shard.stage + 1)
 
-    def _sample(self, step: Step, wanted: WantedLogits, logits: torch.Tensor) -> Pending:
-        """Sample, fetch everything from the device at once, then keep the new tokens."""
+    def _sample(
+        self, step: Step, held: Sequence[RequestSlot], wanted: WantedLogits, logits: torch.Tensor
+    ) -> Pending:
+        """Sample, and begin to fetch everything from the device at once.
+
+        The function returned waits, and keeps the new tokens in their slots: those that the step began with,
+        since another request may have got one meanwhile.
+        """
         masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
         sample_rows = [
-            self._sample_row(step.slots[index], end, masks.get(index))
+            held[index].sample_row(end, masks.get(index))
             for index, end in zip(wanted.sampled, wanted.ends, strict=True)
         ]
         if sample_rows:
             chosen = self._sampler.sample(logits[:num_sampled], sample_rows)
         else:
             chosen = logits.new_empty(0).long()
+        self._chosen = newest = ChosenTokens(chosen, [step.slots[index] for index in wanted.sampled])
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
-            tokens_here = begin_fetch(chosen)
-            return lambda: self._result(step, wanted, tokens_here().tolist(), {}, {})
-        table = self._logprob_table(step, wanted, logits, chosen, with_logprobs)
-        all_here = begin_fetch(torch.cat([chosen.double(), table.flatten()]))
-        return lambda: self._result_with_logprobs(
-            step, wanted, all_here(), tuple(table.shape), with_logprobs, sample_rows
-        )
+            shape: tuple[int, ...] | None = None
+            all_here = begin_fetch(chosen)
+        else:
+            table = self._logprob_table(held, wanted, logits, chosen, with_logprobs)
+            shape = tuple(table.shape)
+            all_here = begin_fetch(torch.cat([chosen.double(), table.flatten()]))
 
-    def _result_with_logprobs(
-        self,
-        step: Step,
-        wanted: WantedLogits,
-        fetched: npt.NDArray[np.float64],
-        shape: tuple[int, ...],
-        with_logprobs: list[int],
-        sample_rows: list[SampleRow],
-    ) -> StepResult:
-        """Result from tokens and a table of that ``shape``, see :meth:`_logprob_table`."""
-        num_sampled = len(wanted.sampled)
-        tokens = [int(token) for token in fetched[:num_sampled]]
-        lines = fetched[num_sampled:].reshape(shape)
-        logprobs = {}
-        for line, index in zip(lines, with_logprobs, strict=False):
-            logprobs[index] = read_logprobs(line, sample_rows[index].params.logprobs or 0)
-        prompt_logprobs, begin = {}, len(with_logprobs)
-        for index, _, count in wanted.prompt_rows:
-            num_top = self._slots[step.slots[index]].admit.params.prompt_logprobs or 0
-            prompt_logprobs[index] = [read_logprobs(line, num_top) for line in lines[begin : begin + count]]
-            begin += count
-        return self._result(step, wanted, tokens, logprobs, prompt_logprobs)
+        def finish() -> StepResult:
+            fetched = all_here()
+            if self._chosen is newest:
+                self._chosen = None
+            if shape is None:
+                return result_of(step, held, wanted, fetched.tolist(), {}, {})
+            return result_with_logprobs(step, held, wanted, fetched, shape, with_logprobs)
 
-    def _sample_row(self, slot: int, end: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
-        """A row for the token at position ``end``."""
-        held = self._slots[slot]
-        admit = held.admit
-        return SampleRow(
-            admit.params, admit.seed, end, held.token_ids[:end], admit.num_prompt, held.rules, mask
-        )
+        return finish
 
     def _logprob_table(
         self,
-        step: Step,
+        held: Sequence[RequestSlot],
         wanted: WantedLogits,
         logits: torch.Tensor,
         chosen: torch.Tensor,
@@ -349,12 +339,10 @@ class ModelRunner:
         num_sampled, device = len(wanted.sampled), logits.device
         num_top, targets = 0, []
         for index in with_logprobs:
-            slot = self._slots[step.slots[wanted.sampled[index]]]
-            num_top = max(num_top, slot.admit.params.logprobs or 0)
+            num_top = max(num_top, held[wanted.sampled[index]].admit.params.logprobs or 0)
         for index, first, count in wanted.prompt_rows:
-            slot = self._slots[step.slots[index]]
-            num_top = max(num_top, slot.admit.params.prompt_logprobs or 0)
-            targets.append(slot.token_ids[first : first + count])
+            num_top = max(num_top, held[index].admit.params.prompt_logprobs or 0)
+            targets.append(held[index].token_ids[first : first + count])
         chosen_rows = upload(np.array(with_logprobs, dtype=np.int64), device)
         parts = []
         if with_logprobs:
@@ -365,58 +353,15 @@ class ModelRunner:
             parts.append(self._sampler.logprob_table(logits[num_sampled:], expected, num_top))
         return torch.cat(parts)
 
-    def _result(
-        self,
-        step: Step,
-        wanted: WantedLogits,
-        tokens: list[int],
-        logprobs: dict[int, TokenLogprobs],
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
-    ) -> StepResult:
-        """The result of a step, whose tokens go to their slots.
 
-        ``logprobs`` are by index into ``tokens``, which are those that were sampled.
-        """
-        by_row: list[int | None] = [None] * len(step.slots)
-        if step.drafts:
-            row_logprobs, further = self._take_drafts(step, wanted, tokens, logprobs, by_row)
-            return StepResult(by_row, row_logprobs, prompt_logprobs, further)
-        for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
-            by_row[index] = token
-            self._slots[step.slots[index]].put_one(end, token)
-        row_logprobs = {wanted.sampled[index]: each for index, each in logprobs.items()}
-        return StepResult(by_row, row_logprobs, prompt_logprobs)
+def _draws(held: Sequence[RequestSlot], wanted: WantedLogits) -> Draws:
+    """Sampling parameters of each row of a plain step.
 
-    def _take_drafts(
-        self,
-        step: Step,
-        wanted: WantedLogits,
-        tokens: list[int],
-        logprobs: dict[int, TokenLogprobs],
-        by_row: list[int | None],
-    ) -> tuple[dict[int, TokenLogprobs], dict[int, ExtraTokens]]:
-        """Put each row's first token into ``by_row``, and the accepted ones into its slot.
-
-        Returned are log-probabilities of the first tokens by row, and the tokens behind them.
-        """
-        row_logprobs: dict[int, TokenLogprobs] = {}
-        further: dict[int, ExtraTokens] = {}
-        begin = 0
-        while begin < len(tokens):
-            index = wanted.sampled[begin]
-            draft = step.drafts.get(index, [])
-            end = begin + 1 + num_taken(draft, tokens[begin : begin + 1 + len(draft)])
-            by_row[index] = tokens[begin]
-            self._slots[step.slots[index]].put(wanted.ends[begin], *tokens[begin:end])
-            if begin in logprobs:
-                row_logprobs[index] = logprobs[begin]
-            if end > begin + 1:
-                behind = range(begin + 1, end)
-                further[index] = ExtraTokens(
-                    tokens[begin + 1 : end], [logprobs[each] for each in behind if each in logprobs]
-                )
-            begin += len(draft) + 1
-        return row_logprobs, further
+    Empty (:data:`NO_DRAWS`) if each is the most likely one.
+    """
+    if all(each.admit.params.greedy for each in held):
+        return NO_DRAWS
+    return draws([held[row].draw for row in wanted.sampled])
 
 
 def _state_rows(step: Step) -> StateRows:

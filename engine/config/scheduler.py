@@ -75,6 +75,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     long_prefill_token_threshold: Annotated[
         Natural, flag(help="Prompts get at most this many tokens per step (0: no limit).")
     ] = 0
+    async_scheduling: Annotated[
+        bool | None,
+        flag(
+            help="Schedule the next step while a GPU computes (default: on where decode steps are CUDA "
+            "graphs, except with -tp, -pp, spread experts or recurrent states). On a CPU it has no effect."
+        ),
+    ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
         flag(help="Order of waiting requests: arrival, or priority then arrival."),

@@ -252,6 +252,9 @@ class UniExecutor(SpreadShard):
                 [each[:num_blocks] for each in parts],  # one is no request's
             )
         self.computes_apart = launches_ahead(self._place, self._shard, has_graphs=graphs is not None)
+        wanted = self._config.scheduler.async_scheduling is not False
+        self.runs_ahead = self.computes_apart and wanted and model.states is None
+        self.in_flight = 1 + self.runs_ahead
         fixed = self._fixed is not None
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
         self._attention = cache.use
@@ -390,6 +393,7 @@ class UniExecutor(SpreadShard):
             num_blocks=num_blocks,
             block_size=block_size,
             max_tokens=min(self._longest, num_blocks * block_size),
+            most_chosen=self._config.scheduler.most_requests(),
             capture=CudaCapture(model.device),
         )
 

@@ -35,6 +35,7 @@ from engine.lifecycle.cache_services import CacheServices, share_memory
 from engine.lifecycle.compute_share import ComputeShare
 from engine.lifecycle.ended import InstanceEnded
 from engine.lifecycle.listening import listen_address
+from engine.lifecycle.scheduling_ahead import log_scheduling_ahead
 from engine.lifecycle.stats_line import StatsLine, drain_line
 from engine.lifecycle.step_watch import StepWatch, place_of
 from engine.lifecycle.stop_requests import StopRequests
@@ -236,6 +237,8 @@ class InstanceProcess:
                 "speculative decoding: up to %d tokens of a request are looked up in its own text",
                 drafts.num_speculative_tokens,
             )
+        wanted = self._config.scheduler.async_scheduling
+        log_scheduling_ahead(wanted, facts.device, runs_ahead=executor.runs_ahead)
         core = EngineCore(
             self._config,
             info,

@@ -62,7 +62,7 @@ _IGNORED_SWITCHES = {
         "enable-hc-sp", "enable-cumem-allocator", "enable-flash-late-interaction",
     ),
     _PLANNED: (
-        "async-scheduling", "use-v2-block-manager", "disable-async-output-proc", "multi-step-stream-outputs",
+        "use-v2-block-manager", "disable-async-output-proc", "multi-step-stream-outputs",
         "scheduler-reserve-full-isl", "disable-hybrid-kv-cache-manager", "enable-dbo",
         "disable-overlap-schedule", "enable-mixed-chunk", "kv-sharing-fast-prefill",
         "enable-batch-sharded-sampling", "long-prefill-token-threshold-adaptive", "swa-bounded-replay",

@@ -26,19 +26,26 @@ class FlatAttention(TorchPagedAttention):
         self.layers = layers
         self.null_block = num_blocks
 
-    def decode_buffers(self, max_rows: int, max_tokens: int) -> FlatBuffers:
-        return FlatBuffers(self, max_rows, -(-max_tokens // self.block_size))
+    def decode_buffers(self, max_rows: int, max_tokens: int, most_chosen: int = 0) -> FlatBuffers:
+        return FlatBuffers(self, max_rows, -(-max_tokens // self.block_size), most_chosen)
 
 
 class FlatBuffers:
-    def __init__(self, cache: FlatAttention, max_rows: int, width: int) -> None:
+    def __init__(self, cache: FlatAttention, max_rows: int, width: int, most_chosen: int) -> None:
         self.cache = cache
-        self.positions = torch.zeros(max_rows, dtype=torch.int64)
+        self.inputs = torch.zeros(2, max_rows, dtype=torch.int64)
+        self.positions = self.inputs[1]
+        self.sources = torch.full((max_rows,), -1)
+        self.chosen = torch.zeros(max(max_rows, most_chosen), dtype=torch.int64)
         self.tables = torch.full((max_rows, width), cache.null_block)
 
-    def fill(self, rows: PackedRows, size: int) -> None:
+    def fill(self, rows: PackedRows, size: int, input_ids=None, sources=None) -> None:
         count = len(rows.starts)
-        self.positions[:size] = 0
+        self.inputs[:, :size] = 0
+        self.inputs[0, :count] = torch.from_numpy(input_ids)
+        self.sources[:size] = -1
+        if sources is not None:
+            self.sources[:count] = torch.from_numpy(sources)
         self.tables[:size, 0] = self.cache.null_block
         self.positions[:count] = torch.from_numpy(rows.starts)
         self.tables[:count, : rows.block_tables.shape[1]] = torch.from_numpy(
@@ -46,6 +53,8 @@ class FlatBuffers:
         )
 
     def plan(self, size: int) -> FlatPlan:
+        ids, sources = self.inputs[0, :size], self.sources[:size]
+        ids.copy_(torch.where(sources >= 0, self.chosen[sources.clamp(min=0)], ids))
         return FlatPlan(self.cache, self.positions[:size], self.tables[:size])
 
 

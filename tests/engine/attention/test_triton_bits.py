@@ -79,9 +79,9 @@ class Requests:
     def captured(self, requests: Sequence[int], size: int, cache: TritonPagedAttention) -> torch.Tensor:
         """The last tokens of requests, as a graph for ``size`` rows computes them."""
         buffers = cache.decode_buffers(size, TOKENS)
-        plan = buffers.plan(size)
         packed, tensors = self.pack([(request, LENGTHS[request] - 1, 1) for request in requests])
         buffers.fill(packed, size)
+        plan = buffers.plan(size)
         missing = size - len(requests)
         query, key, value = (
             torch.cat([each, each.new_zeros(each.shape[0], missing, each.shape[2])], 1) for each in tensors

@@ -250,16 +250,16 @@ def test_the_check_fits_any_cache_and_looks_far_back_where_it_can(num_blocks: in
     positions: list[int] = []
     fill = cache.decode_buffers
 
-    def decode_buffers(max_rows: int, max_tokens: int):
-        buffers = fill(max_rows, max_tokens)
+    def decode_buffers(max_rows: int, max_tokens: int, most_chosen: int):
+        buffers = fill(max_rows, max_tokens, most_chosen)
         original = buffers.fill
 
-        def note(rows: PackedRows, size: int) -> None:
+        def note(rows: PackedRows, size: int, *ids: object) -> None:
             own = rows.block_tables[np.arange(len(rows.starts)), rows.starts // BLOCK_SIZE]
             assert len(set(own.tolist())) == len(rows.starts), "each row writes to a block of its own"
             assert rows.block_tables.max() < num_blocks
             positions.extend(rows.starts.tolist())
-            original(rows, size)
+            original(rows, size, *ids)
 
         buffers.fill = note
         return buffers

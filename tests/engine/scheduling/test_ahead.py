@@ -197,16 +197,20 @@ def test_one_that_needs_its_token_is_in_each_step_all_the_same() -> None:
 
 
 def test_where_blocks_lack_steps_wait_so_that_one_can_give_way() -> None:
-    bench = Ahead(num_blocks=4)
-    first, second = bench.add(7), bench.add(7)
+    bench = Ahead(num_blocks=3)
+    first, second = bench.add(7), bench.add(1)
     bench.begin()
-    assert bench.begin() is not None, "the eighth tokens have room"
-    bench.finish(5, 6)
-    assert bench.begin() is None, "no block for any ninth"
+    assert bench.begin() is not None, "the eighth token has room"
     bench.finish(5, 6)
     step = bench.begin()
     assert step is not None
-    assert (first.slot in step.slots, second.slot) == (True, None)
+    assert step.slots == [second.slot], "no block for the ninth"
+    bench.finish(5, 6)
+    assert bench.begin() is None, "the second one would be in each step"
+    bench.finish(6)
+    step = bench.begin()
+    assert step is not None
+    assert (step.slots, second.slot) == ([first.slot], None)
     assert bench.scheduler.counters().preemptions == 1
 
 

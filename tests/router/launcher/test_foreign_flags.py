@@ -109,7 +109,7 @@ def test_those_of_newer_versions_are_known(name: str) -> None:
         (["-dcp", "1"], "--decode-context-parallel-size 1 ignored: it is always so"),
         (["--cpu-offload-gb", "0.0"], "--cpu-offload-gb 0 ignored"),
         (["--no-enable-lora"], "--no-enable-lora ignored: it is always so"),
-        (["--async-scheduling"], "--async-scheduling ignored: the scheduler plans its steps by itself"),
+        (["--enable-dbo"], "--enable-dbo ignored: the scheduler plans its steps by itself"),
     ],
 )
 def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str], said: str) -> None:
