@@ -103,9 +103,9 @@ class Step(msgspec.Struct, frozen=True):
     pieces: dict[int, RowPieces] = {}
     """By row, of models that have pieces beside keys and values (:mod:`engine.pieces.kinds`)."""
     ahead: list[int] = []
-    """Rows of one token that the step before was still choosing when this one was scheduled.
+    """Rows of one token that the step before was still choosing.
 
-    It may be known only where that step is computed (:mod:`engine.scheduling.ahead`).
+    It was so when this step was scheduled. The token may be known only where that step is computed (:mod:`engine.scheduling.ahead`).
     """
 
     @property

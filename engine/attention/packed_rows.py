@@ -29,7 +29,8 @@ def pack_lines(
 ) -> Lines:
     """Lines [size, HEADER + width] of rows of one token each.
 
-    Lines behind the rows have the block ``null_block`` only. ``input_ids`` and ``sources`` [rows]: zeros, and none, where they are None.
+    Lines behind the rows have the block ``null_block`` only. ``input_ids`` and ``sources`` are [rows]; None:
+    tokens are 0, and no row has a source.
     """
     num_rows, width = rows.block_tables.shape
     lines = np.full((size, HEADER + width), null_block, dtype=np.int32)

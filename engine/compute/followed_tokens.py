@@ -1,4 +1,4 @@
-"""Tokens that stay on the device between the step that chooses and the one that computes them."""
+"""Tokens that stay on the device between two steps: one chooses them, one computes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KNOWN = -1
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """Tokens of a step that may not be computed yet, and the slots that they are for."""
+    """Tokens that a step chooses, maybe later, and the slots that they are for."""
 
     tokens: torch.Tensor
     """[tokens] int64, on the device."""

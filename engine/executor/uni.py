@@ -240,7 +240,11 @@ class UniExecutor(SpreadShard):
                 self._held.copies = KERNEL_COPIES
                 self._held.on_built = self._program.prepare_experts
                 self._held.check_limit(self._most_held)
-            return
+        else:
+            self._allocate_on_torch(model, num_blocks)
+
+    def _allocate_on_torch(self, model: LoadedModel, num_blocks: int) -> None:
+        """Make the KV cache of torch's operators, and what is captured over it."""
         cache = self._make_cache(num_blocks, self.shared)
         self._stored = cache.stored
         with self._fixed or contextlib.nullcontext():
@@ -255,7 +259,7 @@ class UniExecutor(SpreadShard):
         wanted = self._config.scheduler.async_scheduling is not False
         self.runs_ahead = self.computes_apart and wanted and model.states is None
         self.in_flight = 1 + self.runs_ahead
-        fixed = self._fixed is not None
+        fixed, block_size = self._fixed is not None, self._config.cache.block_size
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
         self._attention = cache.use
 

@@ -16,7 +16,7 @@ SIZE, NUM_BLOCKS, MOST_TOKENS = 4, 40, 50
 
 
 def rows_of(seed: int, count: int) -> tuple[PackedRows, np.ndarray, np.ndarray]:
-    """Rows of one token each, their token ids, and for some the index of a token chosen before."""
+    """Rows of one token, their token ids, and indices of chosen tokens."""
     numbers = np.random.default_rng(seed)
     starts = numbers.integers(0, MOST_TOKENS, count)
     width = int(starts.max()) // SIZE + 1

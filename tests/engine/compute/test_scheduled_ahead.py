@@ -154,7 +154,7 @@ def test_a_device_is_given_its_next_step_before_it_is_done(
 
 
 def test_tokens_of_a_step_go_to_the_requests_that_it_began_with(instance: Instance, stream: Stream) -> None:
-    """A request that was aborted has left its slot to another, whose prompt is as it was."""
+    """The slot of an aborted request has another one, whose prompt is as it was."""
     first, second = submits()[0], submits()[6]
     expected = serve(instance.core(How(cache=256, seqs=1)), [second], {})
     core = instance.core(How(cache=256, seqs=1))

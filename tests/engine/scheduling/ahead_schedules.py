@@ -44,7 +44,7 @@ GARBAGE = -7
 
 @dataclass
 class Held:
-    """A request in a slot of the simulated worker, as far as the host knows it."""
+    """A request in a slot of the simulated worker, as the host knows it."""
 
     params: SamplingParams
     known: list[int]
