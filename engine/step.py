@@ -105,7 +105,8 @@ class Step(msgspec.Struct, frozen=True):
     ahead: list[int] = []
     """Rows of one token that the step before was still choosing.
 
-    It was so when this step was scheduled. The token may be known only where that step is computed (:mod:`engine.scheduling.ahead`).
+    It was so when this step was scheduled. The token may be known only where that step is computed, see
+    :mod:`engine.scheduling.ahead`.
     """
 
     @property

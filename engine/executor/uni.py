@@ -208,12 +208,7 @@ class UniExecutor(SpreadShard):
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
-        self._check_kernels()
-        if self._program is None and self._kept != kept_by_torch(model):
-            raise CheckpointError(
-                f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
-                "Torch needs another KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
-            )
+        self._check_kernels(model)
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
         if self.shared is not None:
@@ -240,11 +235,7 @@ class UniExecutor(SpreadShard):
                 self._held.copies = KERNEL_COPIES
                 self._held.on_built = self._program.prepare_experts
                 self._held.check_limit(self._most_held)
-        else:
-            self._allocate_on_torch(model, num_blocks)
-
-    def _allocate_on_torch(self, model: LoadedModel, num_blocks: int) -> None:
-        """Make the KV cache of torch's operators, and what is captured over it."""
+            return
         cache = self._make_cache(num_blocks, self.shared)
         self._stored = cache.stored
         with self._fixed or contextlib.nullcontext():
@@ -256,11 +247,12 @@ class UniExecutor(SpreadShard):
                 [each[:num_blocks] for each in parts],  # one is no request's
             )
         self.computes_apart = launches_ahead(self._place, self._shard, has_graphs=graphs is not None)
-        wanted = self._config.scheduler.async_scheduling is not False
-        self.runs_ahead = self.computes_apart and wanted and model.states is None
+        is_wanted = self._config.scheduler.async_scheduling is not False
+        self.runs_ahead = self.computes_apart and is_wanted and model.states is None
         self.in_flight = 1 + self.runs_ahead
-        fixed, block_size = self._fixed is not None, self._config.cache.block_size
-        self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
+        self._runner = ModelRunner(
+            model, cache, block_size, graphs=graphs, row_by_row=self._fixed is not None
+        )
         self._attention = cache.use
 
     def _fix_blocks(self, model: LoadedModel) -> None:
@@ -348,8 +340,8 @@ class UniExecutor(SpreadShard):
         device, fixed = _torch_on(model.device), self._fixed is not None
         return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed, weights=weights)]
 
-    def _check_kernels(self) -> None:
-        """Refuse to compute with other kernels than were asked for.
+    def _check_kernels(self, model: LoadedModel) -> None:
+        """Refuse to compute with other kernels than were asked for, or than the cache is for.
 
         Raises:
             CheckpointError: these do not compute the model; the log says why.
@@ -361,6 +353,11 @@ class UniExecutor(SpreadShard):
             raise CheckpointError(
                 f"--numerics {wanted}: {what} {self._info.architecture} in {self._model_dtype} here; use "
                 f"--numerics {found}, or auto"
+            )
+        if self._program is None and self._kept != kept_by_torch(model):
+            raise CheckpointError(
+                f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
+                "Torch needs another KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
             )
 
     def _make_cache(self, num_blocks: int, memory: SharedCache | None = None) -> PagedAttention:

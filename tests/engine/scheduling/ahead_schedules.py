@@ -53,7 +53,7 @@ class Held:
 
 @dataclass
 class Begun:
-    """A step that has begun: what the host knew by then, and its result once it is computed."""
+    """A step that has begun: what the host knew by then, and its result."""
 
     step: Step
     held: list[Held]
@@ -467,7 +467,7 @@ def _name(request: Request, index: int) -> bytes:
 
 
 def compare(seed: int) -> Counter[str]:
-    """Run the schedule of a seed, and compare its answers with those of a run without anything ahead.
+    """Compare the answers of a seed's schedule with those of a run without steps ahead.
 
     Returns what happened.
     """

@@ -184,7 +184,7 @@ def test_who_needs_tokens_on_the_host(params: SamplingParams, needs: bool) -> No
 
 
 def test_one_that_needs_its_token_is_in_each_step_all_the_same() -> None:
-    """If only its own row waited, it would get half of the tokens of the others."""
+    """If only its own row waited, it would get half of the tokens."""
     bench = Ahead()
     waits, goes = bench.add(3, SamplingParams(presence_penalty=1.0, max_tokens=9)), bench.add(3)
     for turn in range(4):
