@@ -30,6 +30,7 @@ from coordinator.messages import (
     Register,
     Role,
     Scale,
+    StandingOrders,
     State,
     TakeRole,
     ToCoordinator,
@@ -156,6 +157,25 @@ class MemberConnection:
         self._state.on_form = on_form
         if self._state.form is not None:
             on_form(self._state.form)
+
+    @property
+    def orders(self) -> StandingOrders:
+        """The newest standing orders; the same object until there are others."""
+        return self._state.orders
+
+    @property
+    def follows_orders(self) -> bool:
+        """Whether these are in effect here, as far as is known."""
+        return self._state.in_effect >= self._state.orders.revision
+
+    def follow_orders(self, on_orders: Callable[[], None]) -> None:
+        """Call ``on_orders`` in the membership's thread when there are orders to follow."""
+        self._state.on_orders = on_orders
+
+    def in_effect(self, orders: StandingOrders) -> None:
+        """Report that these orders are in effect here."""
+        self._state.in_effect = max(self._state.in_effect, orders.revision)
+        self._wake()
 
     def enter(self, group: GroupPlan | None) -> None:
         """Report the group in which this instance steps now, or none."""

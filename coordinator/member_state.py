@@ -80,6 +80,7 @@ class MemberState:
         """The newest ones."""
         self.in_effect = 0
         """Revision of the orders that are in effect here."""
+        self.on_orders: Callable[[], None] | None = None
         self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
         self._fenced_up_to = 0
@@ -182,6 +183,8 @@ class MemberState:
         self.orders = orders
         if is_same_but_name(orders, before) and self.in_effect >= before.revision:
             self.in_effect = orders.revision
+        elif self.on_orders is not None:
+            self.on_orders()
         return True
 
     def _welcomed(self, message: Welcome) -> None:

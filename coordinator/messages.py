@@ -229,11 +229,14 @@ class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, om
     update: WeightUpdate | None = None
     """The one to prepare."""
     pause: PauseMode | None = None
+    command: str = ""
+    """Id of the newest command about the pause."""
 
 
 def is_same_but_name(one: StandingOrders, other: StandingOrders) -> bool:
     """Whether two orders ask for the same."""
-    return one == msgspec.structs.replace(other, revision=one.revision, token=one.token)
+    names = {"revision": one.revision, "token": one.token, "command": one.command}
+    return one == msgspec.structs.replace(other, **names)
 
 
 class OrdersReport(msgspec.Struct, frozen=True, array_like=True):

@@ -125,7 +125,7 @@ class Registration:
             settings=settings,
             epoch=epochs.number,
             heartbeat_interval=self._roster.rules.heartbeat_interval,
-            orders=self._orders.current,
+            orders=self._orders.for_newcomers(),
             fenced=self._roster.spreads and epochs.fences(record.instance, message.epoch, message.group),
         )
 

@@ -6,11 +6,12 @@ coordinator that is started again has them from those. docs/design/weight-versio
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
-from coordinator.membership.operations import ACCEPTED, DONE
+from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE
 from coordinator.membership.records import Record, Records
 from coordinator.messages import OperatorAnswer, SetPause, StandingOrders, State, is_same_but_name
 
@@ -19,6 +20,8 @@ GENERATION = 2**20
 
 A coordinator begins above all revisions of its predecessors, also those that reached nobody who is here.
 """
+MOST_COMMANDS = 1000
+"""Commands that are remembered: their senders still repeat them."""
 
 
 class Orders:
@@ -34,6 +37,8 @@ class Orders:
         """Highest revision that an instance brought from an earlier coordinator."""
         self._is_asked = False
         """Whether an operator has had a command for this coordinator."""
+        self._overruled: deque[str] = deque(maxlen=MOST_COMMANDS)
+        """Commands about the pause that later ones have taken the place of."""
 
     def __repr__(self) -> str:
         return f"<Orders {self.current}>"
@@ -62,6 +67,10 @@ class Orders:
         for record in self._records.values():  # some came with older ones, before these were known
             record.follows_orders &= self._has_them(record)
 
+    def for_newcomers(self) -> StandingOrders:
+        """The orders that an instance is welcomed with."""
+        return self.current
+
     def heard(self, record: Record) -> StandingOrders | None:
         """Take in how far an instance is; returns the orders if it has others."""
         has_them = self._has_them(record)
@@ -74,8 +83,12 @@ class Orders:
     def set_pause(self, wish: SetPause) -> OperatorAnswer:
         """Pause or resume the mesh; the same command again asks whether that is in effect."""
         self._is_asked = True
-        if self.current.pause is not wish.mode:
-            self._change(msgspec.structs.replace(self.current, pause=wish.mode))
+        if wish.command != self.current.command:
+            if wish.command in self._overruled:
+                text = "a later command to pause or resume has taken the place of this one"
+                return OperatorAnswer(command=wish.command, status=CONFLICT, text=text)
+            self._overruled.append(self.current.command)
+            self._change(msgspec.structs.replace(self.current, pause=wish.mode, command=wish.command))
         waits = self.behind()
         what = f"paused ({wish.mode})" if wish.mode is not None else "resumed"
         if not waits:

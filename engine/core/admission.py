@@ -6,9 +6,11 @@ import time
 
 import msgspec
 
+from coordinator.messages import PauseMode
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.config import SchedulerConfig
 from engine.core.cache_sharing import CacheSharing
+from engine.core.pausing import Pausing
 from engine.messages import Prefetch, RequestRefused, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import BadParameter
@@ -43,6 +45,7 @@ class Admission:
         self._sharing = sharing
         self._arrivals = 0
         self.grammars = GrammarCompiler(info)
+        self.pausing = Pausing()
 
     def __repr__(self) -> str:
         return f"<Admission, {self._arrivals} requests so far, {self.grammars!r}>"
@@ -50,6 +53,11 @@ class Admission:
     @property
     def is_empty(self) -> bool:
         """Whether no request waits beside the scheduler."""
+        return not len(self.pausing) and self.is_quiet
+
+    @property
+    def is_quiet(self) -> bool:
+        """The same without the requests that a pause holds back."""
         exchange = self._sharing.exchange
         return not self.grammars and (exchange is None or not exchange.waiting)
 
@@ -66,11 +74,20 @@ class Admission:
         problem = self._scheduler.problem_with(request)
         if problem is not None:
             return RequestRefused(submit.request, problem, retry=False)
-        if submit.params.grammar is not None:
-            self.grammars.begin(request, submit.params.grammar)
+        if not self.pausing.hold(request, submit.params.grammar):
+            self._go_on(request, submit.params.grammar)
+        return None
+
+    def set_pause(self, mode: PauseMode | None) -> None:
+        """Change the pause; queue the requests that it holds back no longer."""
+        for request, grammar in self.pausing.change(mode):
+            self._go_on(request, grammar)
+
+    def _go_on(self, request: Request, grammar: str | None) -> None:
+        if grammar is not None:
+            self.grammars.begin(request, grammar)
         else:
             self._queue(request)
-        return None
 
     def take_compiled(self) -> list[tuple[bytes, RequestRefused]]:
         """Queue requests whose grammars are ready; returns refusals of failed ones."""
@@ -88,11 +105,11 @@ class Admission:
         """Forget a request that waits beside the scheduler; False if it does not."""
         exchange = self._sharing.exchange
         is_fetching = exchange is not None and exchange.forget(key)
-        return is_fetching or self.grammars.forget(key)
+        return is_fetching or self.grammars.forget(key) or self.pausing.forget(key)
 
     def requests_of(self, peer: bytes) -> list[int]:
         """Numbers of all requests of a router, in the scheduler and beside it."""
-        here = [*self._scheduler.queues.requests, *self.grammars.requests]
+        here = [*self._scheduler.queues.requests, *self.grammars.requests, *self.pausing]
         if self._sharing.exchange is not None:
             here += self._sharing.exchange.waiting.requests
         return [request.key[1] for request in here if request.key[0] == peer]
@@ -105,7 +122,8 @@ class Admission:
     def _knows(self, key: RequestKey) -> bool:
         exchange = self._sharing.exchange
         is_fetching = exchange is not None and key in exchange.waiting
-        return is_fetching or self._scheduler.queues.knows(key) or key in self.grammars
+        is_beside = is_fetching or key in self.grammars or key in self.pausing
+        return is_beside or self._scheduler.queues.knows(key)
 
     def _queue(self, request: Request) -> None:
         """Queue a request, at once or when blocks of it have been fetched."""
@@ -123,6 +141,7 @@ class Admission:
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
         queued = self._scheduler.queues.num_queued_with(num_tokens) + self.grammars.num_under_way
+        queued += len(self.pausing)
         return queued > limits.max_num_queued_reqs or (
             most_tokens is not None and self._scheduler.queues.num_waiting_tokens >= most_tokens
         )

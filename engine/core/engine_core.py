@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from coordinator.messages import PauseMode
 from coordinator.process.tracing import Tracing
 from engine.config import EngineConfig
 from engine.core.admission import Admission
@@ -91,12 +92,13 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether requests are scheduled, a step is under way, or tokens are to be sent."""
-        return self.scheduler.queues.has_work or bool(self._outgoing) or self._steps.has_work
+        may_step = not self._steps.stands_still
+        return (self.scheduler.queues.has_work and may_step) or bool(self._outgoing) or self._steps.has_work
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no requests, not even ones that wait beside the scheduler."""
-        return not self.has_work and self._admission.is_empty
+        return not (self.has_work or self.scheduler.queues.has_work) and self._admission.is_empty
 
     @property
     def overlaps(self) -> bool:
@@ -108,6 +110,23 @@ class EngineCore:
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
         """Queue a request of a router, or return its refusal."""
         return self._admission.submit(peer, submit)
+
+    @property
+    def pause(self) -> PauseMode | None:
+        """Whether and how the mesh is paused."""
+        return self._admission.pausing.mode
+
+    def set_pause(self, mode: PauseMode | None) -> None:
+        """Pause this instance, or let it go on; the caller ends requests."""
+        self._admission.set_pause(mode)
+        self._steps.stands_still = self._admission.pausing.stands_still
+
+    @property
+    def is_pause_in_effect(self) -> bool:
+        """Whether no step that the pause forbids is under way or to come."""
+        if self.pause is None:
+            return True
+        return not self.has_work and (self._steps.stands_still or self._admission.is_quiet)
 
     def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
         """Queue requests whose grammars are ready; returns refusals of failed ones."""
@@ -133,6 +152,10 @@ class EngineCore:
         if (tokens := self._outgoing.pop(peer, None)) and (kept := tokens.without(numbers)):
             self._outgoing[peer] = kept
 
+    def requests_of(self, peer: Peer) -> list[int]:
+        """Numbers of all requests of a router."""
+        return self._admission.requests_of(peer)
+
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
         """Forget those of these requests that have not begun, and return their numbers."""
         keys = ((peer, number) for number in numbers)
@@ -141,7 +164,7 @@ class EngineCore:
     def abort_all(self, peer: Peer) -> int:
         """Forget all requests of a router that is gone; returns how many."""
         self.sharing.forget_copies(peer)
-        numbers = self._admission.requests_of(peer)
+        numbers = self.requests_of(peer)
         self.abort(peer, numbers)
         self._outgoing.pop(peer, None)  # also of requests that have ended
         return len(numbers)

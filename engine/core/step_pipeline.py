@@ -27,6 +27,8 @@ class StepPipeline:
         self._scheduler = scheduler
         self._sharing = sharing
         self.stepping: Stepping = Alone()
+        self.stands_still = False
+        """Whether nothing new may be scheduled: the mesh is paused."""
         self._profile = StepProfile()
         self._others_ran: deque[bool] = deque(maxlen=executor.in_flight)
         """Whether other instances had rows in each of the last ``in_flight`` steps."""
@@ -52,7 +54,7 @@ class StepPipeline:
 
         So it is where a spot check of the cache would be the only work. In lockstep it waits for others'.
         """
-        is_due = isinstance(self.stepping, Alone) and self._sharing.wants_check
+        is_due = isinstance(self.stepping, Alone) and self._sharing.wants_check and not self.stands_still
         return is_due or bool(self._unfinished) or any(step.slots for step, _ in self._under_way)
 
     @property
@@ -134,6 +136,8 @@ class StepPipeline:
         return agreement
 
     def _schedule(self) -> Step | None:
+        if self.stands_still:
+            return None
         self._scheduler.budget.only_instance = self._only_instance or isinstance(self.stepping, Alone)
         self._sharing.begin_check()
         step = self._scheduler.schedule()

@@ -266,6 +266,8 @@ class InstanceProcess:
             self._keys,
         )  # fmt: skip
         self._services.start(core, executor, self._server.wake)
+        membership.follow_orders(self._server.wake)
+        self._follow_orders(membership)
         if self._place is None:
             membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
         else:
@@ -348,6 +350,17 @@ class InstanceProcess:
             sharers=sharers,
         )
 
+    def _follow_orders(self, membership: MemberConnection) -> None:
+        """Follow the mesh's standing orders; asked again until they are in effect."""
+        if membership.follows_orders:
+            return
+        assert self._server is not None
+        orders = membership.orders
+        if self._server.set_pause(orders.pause):
+            membership.in_effect(orders)
+            what = f"paused ({orders.pause})" if orders.pause is not None else "not paused"
+            logger.info("standing orders %d are in effect here: %s", orders.revision, what)
+
     def _between_steps(
         self, membership: MemberConnection, core: EngineCore, executor: Executor, share: ComputeShare
     ) -> None:
@@ -363,6 +376,7 @@ class InstanceProcess:
             self._spread.drains = self._stops.drains
             self._spread.look()
         executor.check()
+        self._follow_orders(membership)
         if membership.refusal is not None and self._server is not None:
             self._server.leave()
         elif self._stops.drains and not self._announced_draining:

@@ -120,6 +120,19 @@ class RouterConnections:
         for peer in list(self._routers):
             self._core.abort_all(peer)
 
+    def end_everything(self) -> None:
+        """End the requests of all routers, which pass the end on to their clients."""
+        self.hand_out()
+        for peer in list(self._routers):
+            self.end(peer, self._core.requests_of(peer))
+
+    def end(self, peer: Peer, numbers: list[int]) -> None:
+        """End requests of a router with the reason ``abort``."""
+        self._core.abort(peer, numbers)
+        if numbers and peer in self._routers:
+            ended = OutgoingTokens(Delta(number, [], FinishReason.ABORT) for number in numbers)
+            self._send(peer, ended, None)
+
     def drop_everything(self) -> None:
         """Abort all requests: the group went on without this instance.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from coordinator.messages import PauseMode
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import Peer
 from engine.core import EngineCore
@@ -83,6 +84,17 @@ class Server:
     def drain_time_left(self) -> float:
         """Seconds until the drain deadline."""
         return self._drain.time_left
+
+    def set_pause(self, mode: PauseMode | None) -> bool:
+        """Pause, or go on, between two steps; returns whether that is in effect.
+
+        Called again until it is.
+        """
+        if mode is not self._core.pause:
+            if mode is PauseMode.ABORT:
+                self._routers.end_everything()
+            self._core.set_pause(mode)
+        return self._core.is_pause_in_effect
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """The step loop; ``between_steps`` is called once a turn."""
@@ -211,6 +223,10 @@ class Server:
             refused = self._core.submit(peer, message)
         if refused is not None:
             self._routers.tell(peer, refused)
+        elif (
+            self._core.pause is PauseMode.ABORT and message.output_ids
+        ):  # it comes from an instance that died
+            self._routers.end(peer, [message.request])
 
     def _prefetch(self, peer: Peer, wish: Prefetch) -> None:
         if self._core.sharing.lends and not self._drain.is_on:

@@ -39,6 +39,7 @@ from engine.messages import InstanceReport
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
+from router.app.rollouts import PATHS, RolloutEndpoints
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -306,6 +307,7 @@ def make_admin_app(
             Route(ELASTIC, admin.scale_elastic_ep, methods=["POST"]),
             Route(REBALANCE, admin.rebalance, methods=["POST"]),
             Route(RESET, admin.reset_prefix_cache, methods=["POST"]),
+            *RolloutEndpoints(mesh, command).routes(),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
@@ -337,7 +339,7 @@ class AdminGate:
         if scope["type"] != "http":
             return self._endpoint
         path: str = scope["path"]
-        is_admin = path in ("/admin", ELASTIC, REBALANCE, RESET) or path.startswith("/admin/")
+        is_admin = path in ("/admin", ELASTIC, REBALANCE, RESET, *PATHS) or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
             if on_admin_port and path not in OPEN_PATHS:

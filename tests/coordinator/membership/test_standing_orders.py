@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coordinator.member_state import MemberState
-from coordinator.membership.operations import ACCEPTED, DONE
+from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE
 from coordinator.membership.records import Rules
 from coordinator.membership.registry import Registry
 from coordinator.messages import (
@@ -74,9 +74,10 @@ class Mesh:
         done += self.registry.tick(self.now)
         return to(name.encode(), done)
 
-    def pause(self, mode: PauseMode | None, *, arrives: bool = True) -> int:
+    def pause(self, mode: PauseMode | None, *, arrives: bool = True, command: str = "") -> int:
         """Status of the answer to a command, whose orders may be lost on the way."""
-        done = self.registry.handle(b"o", SetPause(command="c", mode=mode), self.now)
+        wish = SetPause(command=command or f"{mode}", mode=mode)
+        done = self.registry.handle(b"o", wish, self.now)
         for member in self.members if arrives else ():
             for message in to(member.register.instance.encode(), done):
                 member.take(message)
@@ -117,6 +118,15 @@ def test_the_same_command_twice_is_one_change() -> None:
     revision = mesh.registry.view().orders.revision
     mesh.pause(PauseMode.KEEP)
     assert mesh.registry.view().orders.revision == revision
+
+
+def test_a_command_that_a_later_one_overrules_is_not_obeyed_again() -> None:
+    mesh = Mesh(1)
+    mesh.pause(PauseMode.KEEP, command="first")
+    mesh.pause(None, command="second")
+    assert mesh.pause(PauseMode.KEEP, command="first") == CONFLICT
+    mesh.talk_all()
+    assert mesh.pause(None, command="second") == DONE
 
 
 def test_a_joiner_is_welcomed_with_the_orders() -> None:
@@ -215,13 +225,15 @@ def test_all_follow_in_the_end_and_done_is_true(seed: int) -> None:
     mode: PauseMode | None = None
     covered: set[str] = set()
     before: set[str] = set()
+    number = 0
     for _ in range(60):
         is_done = False
         match rng.randrange(8):
             case 0:
                 mode = rng.choice((*PauseMode, None))
                 covered.clear()
-                is_done = mesh.pause(mode, arrives=rng.random() < 0.5) == DONE
+                number += 1
+                is_done = mesh.pause(mode, arrives=rng.random() < 0.5, command=str(number)) == DONE
             case 1:
                 if len(mesh.members) < 6:
                     mesh.join()
@@ -234,7 +246,7 @@ def test_all_follow_in_the_end_and_done_is_true(seed: int) -> None:
                     gone = mesh.members.pop(rng.randrange(len(mesh.members)))
                     mesh.send("s", Exited(gone.register.instance, "was killed"))
             case 4:
-                is_done = mesh.pause(mode, arrives=rng.random() < 0.5) == DONE
+                is_done = mesh.pause(mode, arrives=rng.random() < 0.5, command=str(number)) == DONE
             case _:
                 mesh.talk(rng.choice(mesh.members), follows=rng.random() < 0.7)
         view = mesh.registry.view()
@@ -246,7 +258,7 @@ def test_all_follow_in_the_end_and_done_is_true(seed: int) -> None:
             assert member.register.instance not in covered or member.orders.pause is mode
     for _ in range(3):
         mesh.talk_all()
-    assert mesh.pause(mode) in (ACCEPTED, DONE)
+    assert mesh.pause(mode, command=str(number)) in (ACCEPTED, DONE)
     mesh.talk_all()
-    assert mesh.pause(mode) == DONE
+    assert mesh.pause(mode, command=str(number)) == DONE
     assert {member.orders for member in mesh.members} == {mesh.registry.view().orders}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.messages import PauseMode
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore, ModelPlace
 from engine.groups.recovery_times import RecoveryTimes
@@ -438,3 +440,90 @@ def test_background_requests_go_after_all_others(policy: Literal["fcfs", "priori
             ended += [delta.request] * (delta.finish_reason is not None)
     assert sorted(ended) == [1, 2, 3]
     assert ended[-1] == 1
+
+
+def run_dry(core: EngineCore) -> list[int]:
+    """Numbers of the requests that get tokens until there is no work."""
+    numbers = []
+    for _ in range(50):
+        if core.has_work:
+            numbers += [delta.request for tokens in core.step().values() for delta in tokens]
+    assert not core.has_work
+    return numbers
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
+def test_requests_stand_still_in_a_pause_and_go_on_afterwards(core: EngineCore, mode: PauseMode) -> None:
+    core.submit(PEER, submit(1))
+    core.step()
+    core.set_pause(mode)
+    assert core.submit(PEER, submit(2)) is None
+    assert not core.has_work
+    assert core.is_pause_in_effect
+    assert not core.is_empty
+    core.set_pause(None)
+    numbers = run_dry(core)
+    assert (numbers.count(1), numbers.count(2)) == (3, 4)
+    assert core.is_empty
+
+
+def test_requests_end_in_a_pause_that_waits_and_new_ones_are_held_back(core: EngineCore) -> None:
+    core.submit(PEER, submit(1))
+    core.set_pause(PauseMode.WAIT)
+    core.submit(PEER, submit(2))
+    core.submit(PEER, submit(3, output_ids=[5, 6]))  # of an instance that died
+    assert not core.is_pause_in_effect
+    numbers = run_dry(core)
+    assert (numbers.count(1), numbers.count(2), numbers.count(3)) == (4, 0, 2)
+    assert core.is_pause_in_effect
+    assert core.requests_of(PEER) == [2]
+    assert not core.is_empty
+    refused = core.submit(PEER, submit(2))
+    assert refused is not None
+    assert "already" in refused.reason
+    core.set_pause(None)
+    assert run_dry(core).count(2) == 4
+
+
+def test_held_requests_are_forgotten_recalled_and_counted(core: EngineCore) -> None:
+    core.set_pause(PauseMode.WAIT)
+    for number in range(1, 5):
+        assert core.submit(PEER, submit(number)) is None
+    refused = core.submit(PEER, submit(5))
+    assert refused is not None
+    assert refused.retry
+    assert core.recall(PEER, [1, 9]) == [1]
+    core.abort(PEER, [2])
+    assert core.abort_all(PEER) == 2
+    assert core.is_empty
+    core.set_pause(None)
+    assert not core.has_work
+
+
+def test_a_step_that_was_cut_short_runs_again_in_a_pause() -> None:
+    core = EngineCore(
+        EngineConfig(cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(max_num_seqs=4)),
+        INFO, Failing(), num_blocks=10, max_model_len=64,
+    )  # type: ignore[arg-type]  # fmt: skip
+    core.submit(PEER, submit(1))
+    with pytest.raises(CollectiveError):
+        core.step()
+    core.set_pause(PauseMode.KEEP)
+    assert not core.is_pause_in_effect
+    core.run_again()
+    assert run_dry(core) == [1]
+    assert core.is_pause_in_effect
+
+
+class Failing(SimulatedExecutor):
+    """Loses a peer in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=4, budget=32, max_rows=4)
+        self._fails = True
+
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        if self._fails:
+            self._fails = False
+            raise CollectiveError("lost", rank=None)
+        super().begin(step, sizes)

@@ -14,16 +14,19 @@ from coordinator.messages import (
     Drain,
     OperatorAnswer,
     OperatorCommand,
+    PauseMode,
     Rebalance,
     Role,
     Scale,
+    SetPause,
     SetRole,
+    StandingOrders,
     State,
     View,
 )
 from coordinator.settings import flags
 from engine.messages import Counters, FileCounters, InstanceReport
-from router.app import admin
+from router.app import admin, rollouts
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
 from router.config import HttpConfig, ServeConfig
@@ -332,3 +335,82 @@ def test_settings_that_clash(argv: list[str], problem: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         flags.parse(ServeConfig, argv, prog="serve", description="")
     assert problem in capsys.readouterr().err
+
+
+def paused(world: World, mode: PauseMode | None) -> list[OperatorCommand]:
+    """The commands so far, the last of which asks for this mode."""
+    assert isinstance(world.wishes[-1], SetPause)
+    assert world.wishes[-1].mode is mode
+    return world.wishes
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "ASK_INTERVAL", 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_pauses_of_vllm_and_sglang() -> None:
+    world = World(view(member("a", 0)))
+    world.answer = (200, "all instances are paused")
+    app = gate(world)
+    for path, mode in (("", "abort"), ("?mode=keep", "keep"), ("?wait_for_inflight_requests=true", "wait")):
+        answer = ask(app, "POST", f"{ADMIN}/pause{path}")
+        assert (answer.status_code, answer.json()) == (200, {"status": "paused"})
+        paused(world, PauseMode(mode))
+    assert ask(app, "POST", f"{ADMIN}/resume").json() == {"status": "resumed"}
+    paused(world, None)
+    for mode, meant in (("abort", "abort"), ("in_place", "keep"), ("retract", "keep")):
+        answer = ask(app, "POST", f"{ADMIN}/pause_generation", json={"mode": mode})
+        assert answer.json() == {"message": "Generation paused successfully.", "status": "ok"}
+        paused(world, PauseMode(meant))
+    answer = ask(app, "POST", f"{ADMIN}/continue_generation", json={})
+    assert answer.json() == {"message": "Generation continued successfully.", "status": "ok"}
+    paused(world, None)
+
+
+def test_is_paused_is_what_the_coordinator_ordered() -> None:
+    ordered = msgspec.structs.replace(view(member("a", 0)), orders=StandingOrders(pause=PauseMode.KEEP))
+    assert ask(gate(World(ordered)), "GET", f"{ADMIN}/is_paused").json() == {"is_paused": True}
+    assert ask(gate(World(view())), "GET", f"{ADMIN}/is_paused").json() == {"is_paused": False}
+    assert ask(gate(World(None)), "GET", f"{ADMIN}/is_paused").status_code == 503
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_pause_is_asked_for_until_it_is_in_effect() -> None:
+    world = World(view(member("a", 0)))
+    world.answer = (202, "not in effect yet: instance 0")
+
+    async def command(wish: OperatorCommand) -> OperatorAnswer:
+        if len(world.wishes) == 3:
+            world.answer = (200, "done")
+        if len(world.wishes) == 1:
+            world.wishes.append(wish)
+            raise TimeoutError
+        return await World.command(world, wish)
+
+    world.command = command  # type: ignore[method-assign]
+    assert ask(gate(world), "POST", f"{ADMIN}/pause?mode=keep").status_code == 200
+    assert len(world.wishes) == 4
+    assert len({wish.command for wish in world.wishes}) == 1
+
+
+def test_pauses_that_cannot_be() -> None:
+    world = World(view(member("a", 0)))
+    assert ask(gate(world), "POST", f"{ADMIN}/pause?mode=never").status_code == 400
+    assert ask(gate(world), "POST", f"{ADMIN}/pause?clear_cache=perhaps").status_code == 400
+    assert ask(gate(world), "POST", f"{ADMIN}/pause_generation", json={"mode": "keep"}).status_code == 400
+    assert not world.wishes
+    world.answer = (409, "a later command has taken its place")
+    assert ask(gate(world), "POST", f"{ADMIN}/resume").status_code == 409
+    assert ask(gate(world), "POST", f"{ENDPOINT}/pause").status_code == 404
+    assert ask(gate(world, "secret"), "POST", f"{ENDPOINT}/pause").status_code == 401
+
+
+def test_a_flushed_cache() -> None:
+    world = World(None)
+    for method in ("GET", "POST"):
+        answer = ask(gate(world), method, f"{ADMIN}/flush_cache")
+        assert (answer.status_code, answer.text) == (200, "Cache flushed.\n")
+    world.missing = ["a"]
+    assert ask(gate(world), "POST", f"{ADMIN}/flush_cache").status_code == 503

@@ -37,6 +37,7 @@ class Rule(enum.StrEnum):
     TOKENS = "a client gets a token that is not the next one of its request, or none after its last"
     BEGUN = "an instance waits for a step that it has not begun in its group"
     NOTHING_STAYS = "an instance keeps something of a request that has ended"
+    PAUSED = "a request gets a token that a pause, answered as done, holds back"
     BALANCED = "an expert has fewer copies than it is to have, though all is well"
 
 

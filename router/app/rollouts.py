@@ -1,0 +1,197 @@
+"""Endpoints that training loops call: pause and resume, under vLLM's and SGLang's paths.
+
+Part of the admin API, with its port and keys. A pause is an order to all instances
+(docs/design/weight-versions.md): a command to the coordinator, repeated until it is in effect everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from coordinator.membership.operations import ACCEPTED, DONE
+from coordinator.messages import OperatorAnswer, OperatorCommand, PauseMode, SetPause, View
+from router.config import HttpConfig
+from router.errors import ApiError
+from router.http.body import decoder, read_body
+
+BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
+"""Limits of a command's body: bytes and seconds."""
+PAUSE_TIMEOUT = 600.0
+"""Seconds for a pause, or its end, to be in effect on all instances."""
+ASK_INTERVAL = 0.02
+"""Seconds between two questions whether it is."""
+VIEW_LOOKS = 50
+"""Times that a router looks whether its view has an order, at that interval."""
+FLUSH_TIMEOUT = 30.0
+"""Seconds for all instances to forget cached prefixes, in memory and in files."""
+PATHS = frozenset(
+    {"/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation", "/flush_cache"}
+)
+"""Paths of these endpoints; under the admin API's access check."""
+
+
+class OrderedMesh(Protocol):
+    """Interface of the mesh that these endpoints use."""
+
+    @property
+    def view(self) -> View | None: ...
+    async def reset_caches(self, timeout: float) -> list[str]: ...
+
+
+class PauseStatus(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/pause`` and ``/resume``."""
+
+    status: Literal["paused", "resumed"]
+
+
+class IsPaused(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/is_paused``."""
+
+    is_paused: bool
+
+
+class PauseGeneration(msgspec.Struct):
+    """Body of SGLang's ``/pause_generation``."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class ContinueGeneration(msgspec.Struct):
+    """Body of SGLang's ``/continue_generation``."""
+
+
+class GenerationStatus(msgspec.Struct, frozen=True):
+    """Answer of SGLang's ``/pause_generation`` and ``/continue_generation``."""
+
+    message: str
+    status: Literal["ok"] = "ok"
+
+
+_read_pause = decoder(PauseGeneration)
+_read_continue = decoder(ContinueGeneration)
+FLUSHED = "Cache flushed.\n"
+
+
+class RolloutEndpoints:
+    """Handlers of the endpoints that pause and resume all instances."""
+
+    def __init__(
+        self, mesh: OrderedMesh, command: Callable[[OperatorCommand], Awaitable[OperatorAnswer]]
+    ) -> None:
+        self._mesh = mesh
+        self._command = command
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/is_paused", self.is_paused, methods=["GET"]),
+            Route("/pause_generation", self.pause_generation, methods=["POST"]),
+            Route("/continue_generation", self.continue_generation, methods=["POST"]),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+        ]
+
+    async def pause(self, request: Request) -> Response:
+        """vLLM's ``POST /pause?mode=abort|wait|keep&clear_cache=true``."""
+        query = request.query_params
+        waits = _flag(query.get("wait_for_inflight_requests", "false"), "wait_for_inflight_requests")
+        mode = _mode(query.get("mode", "wait" if waits else "abort"))
+        clears = _flag(query.get("clear_cache", "true"), "clear_cache") and mode is not PauseMode.KEEP
+        await self._set(request, mode)
+        if clears:
+            await self._flush()
+        return _json(PauseStatus("paused"))
+
+    async def resume(self, request: Request) -> Response:
+        await self._set(request, None)
+        return _json(PauseStatus("resumed"))
+
+    async def is_paused(self, _request: Request) -> Response:
+        view = self._mesh.view
+        if view is None:
+            raise _unavailable("the coordinator has not answered yet: is it running? see -dpa and -dpp")
+        return _json(IsPaused(view.orders.pause is not None))
+
+    async def pause_generation(self, request: Request) -> Response:
+        wanted = _read_pause(await read_body(request, BODY_LIMITS) or b"{}")
+        await self._set(request, PauseMode.ABORT if wanted.mode == "abort" else PauseMode.KEEP)
+        return _json(GenerationStatus("Generation paused successfully."))
+
+    async def continue_generation(self, request: Request) -> Response:
+        _read_continue(await read_body(request, BODY_LIMITS) or b"{}")
+        await self._set(request, None)
+        return _json(GenerationStatus("Generation continued successfully."))
+
+    async def flush_cache(self, _request: Request) -> Response:
+        """SGLang's path; requests go on with the blocks that they have."""
+        await self._flush()
+        return Response(FLUSHED, media_type="text/plain")
+
+    async def _flush(self) -> None:
+        missing = await self._mesh.reset_caches(FLUSH_TIMEOUT)
+        if missing:
+            raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
+
+    async def _set(self, request: Request, mode: PauseMode | None) -> None:
+        """Order a pause or its end, and wait until it is in effect on all instances.
+
+        It stays ordered if the client goes away.
+        """
+        wish = SetPause(command=uuid.uuid4().hex, mode=mode)
+        text = "the coordinator has not answered"
+        try:
+            async with asyncio.timeout(PAUSE_TIMEOUT):
+                while not await request.is_disconnected():
+                    try:
+                        answer = await self._command(wish)
+                    except TimeoutError:
+                        continue  # the coordinator may be away for a moment
+                    if answer.status == DONE:
+                        await self._see(wish)
+                        return
+                    if answer.status != ACCEPTED:
+                        raise ApiError(answer.status, answer.text)
+                    text = answer.text
+                    await asyncio.sleep(ASK_INTERVAL)
+        except TimeoutError as error:
+            raise ApiError(408, f"not done after {PAUSE_TIMEOUT:g} s, though it goes on: {text}") from error
+
+    async def _see(self, wish: SetPause) -> None:
+        """Wait a moment until this router's view shows it, too: ``/is_paused`` may be next."""
+        for _ in range(VIEW_LOOKS):
+            if self._mesh.view is not None and self._mesh.view.orders.command == wish.command:
+                return
+            await asyncio.sleep(ASK_INTERVAL)
+
+
+def _mode(text: str) -> PauseMode:
+    try:
+        return PauseMode(text)
+    except ValueError as error:
+        modes = ", ".join(PauseMode)
+        raise ApiError(
+            400, f"there is no mode {text!r} of a pause: choose one of {modes}", param="mode"
+        ) from error
+
+
+def _flag(text: str, name: str) -> bool:
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in known:
+        raise ApiError(400, f"{name} is true or false, not {text!r}", param=name)
+    return known[text.lower()]
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, headers={"retry-after": "1"})
