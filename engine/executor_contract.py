@@ -148,6 +148,36 @@ class Executor(Protocol):
         ...
 
 
+class NewWeights(Protocol):
+    """Weights of an executor's model: those in use, and at most one other version."""
+
+    def prepare(self, directory: str, should_stop: Callable[[], bool]) -> str:
+        """Read and lay out a version in a background thread, while steps run; returns its digest.
+
+        Raises:
+            engine.weight_versions.contract.WeightsRefused: it cannot be used here.
+            engine.weight_versions.contract.WeightsSuperseded: ``should_stop`` returned True.
+        """
+        ...
+
+    def switch(self) -> None:
+        """Use what was prepared from the next step on; called between two steps."""
+        ...
+
+    def discard(self) -> None:
+        """Give back what was prepared, if anything was."""
+        ...
+
+
+class ChangingExecutor(Executor, Protocol):
+    """Executor whose weights may change while it serves."""
+
+    @property
+    def new_weights(self) -> NewWeights:
+        """Preparation and switch of other weights, once there is a cache."""
+        ...
+
+
 class SpreadExecutor(Executor, Protocol):
     """Executor of an instance whose experts are spread over the mesh and may move."""
 

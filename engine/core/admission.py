@@ -44,6 +44,8 @@ class Admission:
         self._scheduler = scheduler
         self._sharing = sharing
         self._arrivals = 0
+        self.weights = ""
+        """Version of the weights that blocks of new requests are named by."""
         self.grammars = GrammarCompiler(info)
         self.pausing = Pausing()
 
@@ -109,10 +111,15 @@ class Admission:
 
     def requests_of(self, peer: bytes) -> list[int]:
         """Numbers of all requests of a router, in the scheduler and beside it."""
-        here = [*self._scheduler.queues.requests, *self.grammars.requests, *self.pausing]
-        if self._sharing.exchange is not None:
-            here += self._sharing.exchange.waiting.requests
+        here = [*self._scheduler.queues.requests, *self.beside]
         return [request.key[1] for request in here if request.key[0] == peer]
+
+    @property
+    def beside(self) -> list[Request]:
+        """Requests that wait beside the scheduler."""
+        exchange = self._sharing.exchange
+        fetching = [] if exchange is None else exchange.waiting.requests
+        return [*self.grammars.requests, *self.pausing, *fetching]
 
     def can_compute(self, wish: Prefetch) -> bool:
         """Whether the tokens of a request that is to move here fit this model."""
@@ -182,5 +189,6 @@ class Admission:
             eos_ids=self._info.eos_token_ids,
             max_model_len=self._max_model_len,
         )
+        request.weights = self.weights
         request.arrived_at = request.began_at = time.perf_counter()
         return request

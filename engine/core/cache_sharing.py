@@ -37,6 +37,8 @@ class CacheSharing:
         """Address where other instances ask for blocks."""
         self.cache_identity = ""
         """Digest that caches must share for blocks to move between them."""
+        self.weights = ""
+        """Version of the weights that names of blocks begin with; empty: those that were loaded."""
         self.inherited_at = ""
         """Address of the memory whose blocks outlive this process."""
         self._publisher: Publisher | None = None
@@ -113,7 +115,7 @@ class CacheSharing:
         size, ids = self._block_size, wish.token_ids
         for start in range(0, (len(ids) - 1) // size * size, size):
             parent = names[-1] if names else None
-            names.append(hash_block(parent, ids[start : start + size], wish.cache_salt))
+            names.append(hash_block(parent, ids[start : start + size], wish.cache_salt, self.weights))
         if holder is None:
             self.exchange.copy((peer, wish.number), names, wish.blocks_at)
         else:
@@ -187,14 +189,28 @@ class CacheSharing:
         if self.exchange is not None:
             self.exchange.forget_copies(peer)
 
-    def reset(self, peer: bytes, number: int) -> None:
-        """Forget all cached prefixes; :meth:`take_resets` has the answer."""
+    def change_weights(self, weights: str) -> None:
+        """Forget all that other weights computed; names begin with these from now on.
+
+        Files keep what they have: nobody asks for it by its names, unless that version is used again.
+        """
+        self._forget_names()
+        if self.exchange is not None and self.exchange.checks is not None:
+            self.exchange.checks.forget()
+            self._forget_checks()
+        self.weights = weights
+
+    def _forget_names(self) -> None:
         if self._recorder is not None:
             self._recorder.clear()
         if self.exchange is not None:
             self.exchange.reset()
         else:
             self._pool.unname(list(self._pool.known))
+
+    def reset(self, peer: bytes, number: int) -> None:
+        """Forget all cached prefixes; :meth:`take_resets` has the answer."""
+        self._forget_names()
         if self.tier is not None:
             self.tier.clear()
         self._resets.append((peer, number))

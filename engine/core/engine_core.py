@@ -85,6 +85,11 @@ class EngineCore:
         self._steps.stepping = stepping
 
     @property
+    def admission(self) -> Admission:
+        """Requests that are not in the scheduler yet, and how they get there."""
+        return self._admission
+
+    @property
     def grammars(self) -> GrammarCompiler:
         """Requests whose grammars are being compiled."""
         return self._admission.grammars

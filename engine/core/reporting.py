@@ -113,6 +113,7 @@ class Reporting:
             blocks_at=self._sharing.blocks_at,
             cache_identity=self._sharing.cache_identity,
             inherited_at=self._sharing.inherited_at,
+            weights=self._sharing.weights,
         )
 
     @property

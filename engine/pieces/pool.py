@@ -27,25 +27,37 @@ Routers only choose an instance by it, so a collision costs some time at worst.
 """
 
 
-def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") -> BlockHash:
+def root_of(salt: str, weights: str = "") -> bytes:
+    """Beginning of the names of a context: the request's salt, and the version of the weights.
+
+    ``weights``: digest of a version that took the place of those that were loaded; empty for those. No salt
+    begins as a version does: it is UTF-8.
+    """
+    return b"\xff" + weights.encode() + b"\0" + salt.encode() if weights else salt.encode()
+
+
+def hash_block(
+    parent: BlockHash | None, tokens: Sequence[int], salt: str = "", weights: str = ""
+) -> BlockHash:
     """Hash of a full block. ``salt`` keeps requests with different salts apart.
 
-    BLAKE2b with 128 bits: nobody can craft a collision to read another request's context.
+    So does ``weights`` with versions of the weights. BLAKE2b with 128 bits: nobody can craft a collision to
+    read another request's context.
     """
-    digest = hashlib.blake2b(parent or salt.encode(), digest_size=HASH_BYTES)
+    digest = hashlib.blake2b(parent or root_of(salt, weights), digest_size=HASH_BYTES)
     digest.update(b"|" if parent else b"#")
     digest.update(array("I", tokens).tobytes())
     return digest.digest()
 
 
-def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list[int]:
+def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "", weights: str = "") -> list[int]:
     """Names of a prompt's full blocks for routers: ``NAME_BYTES`` of each hash as a number.
 
     The last token is always computed, so a block that ends with it is left out.
     """
     data = array("I", tokens).tobytes()
     size = block_size * array("I").itemsize
-    names, parent, mark = [], salt.encode(), b"#"
+    names, parent, mark = [], root_of(salt, weights), b"#"
     for start in range(0, (len(tokens) - 1) // block_size * size, size):
         digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
         digest.update(mark)

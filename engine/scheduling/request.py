@@ -66,6 +66,8 @@ class Request:
     """Order of arrival on this instance."""
     priority: int = 0
     cache_salt: str = ""
+    weights: str = ""
+    """Version of the weights that its blocks are named by; see :func:`engine.pieces.pool.root_of`."""
     traceparent: str = ""
     status: Status = Status.WAITING
     slot: int | None = None
@@ -167,9 +169,18 @@ class Request:
             start = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else None
             self.hashes.append(
-                hash_block(parent, self.token_ids[start : start + block_size], self.cache_salt)
+                hash_block(parent, self.token_ids[start : start + block_size], self.cache_salt, self.weights)
             )
         return self.hashes[:num_blocks]
+
+    def name_by(self, weights: str) -> None:
+        """Name its blocks by another version of the weights.
+
+        Nothing that was fetched for it under the old names is used or checked any more.
+        """
+        self.weights, self.hashes = weights, []
+        self.most_cached = self.checked = None
+        self.compared_at = ()
 
     def prefix_hashes(self, block_size: int) -> list[BlockHash]:
         """Hashes of the blocks that a request may find in the cache.
@@ -191,7 +202,7 @@ class Request:
             return None
         parent = self.hashes_up_to(num_full, block_size)[-1] if num_full else None
         start = num_full * block_size
-        return hash_block(parent, self.token_ids[start : start + rest], self.cache_salt)
+        return hash_block(parent, self.token_ids[start : start + rest], self.cache_salt, self.weights)
 
 
 def from_submit(

@@ -124,6 +124,11 @@ class RequestQueues:
         self.expected_blocks.expect(request)  # first: the queue counts what it expects of the prefix cache
         self.waiting.add(request)
 
+    def leave(self, request: Request) -> None:
+        """Take a waiting request out, to be queued again under other names."""
+        self.waiting.remove(request)
+        self.expected_blocks.settle(request)
+
     def admit(self, request: Request, blocks: list[int]) -> None:
         """Give a waiting request a slot and these blocks."""
         self.waiting.remove(request)
@@ -161,8 +166,7 @@ class RequestQueues:
         if request.status is Status.RUNNING:
             self._vacate(request)
         else:
-            self.waiting.remove(request)
-            self.expected_blocks.settle(request)
+            self.leave(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None

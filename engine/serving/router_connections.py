@@ -102,6 +102,10 @@ class RouterConnections:
         if message.unanswered and not is_new:
             self.listener.send(peer, self._attached(repeated=True))
 
+    def tell_capacity(self) -> None:
+        """Send routers what has changed of this instance's capacity."""
+        self.tell_all(self._attached(repeated=True))
+
     def tell(self, peer: Peer, message: Reply) -> None:
         """Send a message to a router, and forget the router if it cannot be reached.
 

@@ -99,6 +99,12 @@ class CacheChecks:
         self._reset()
         return found
 
+    def forget(self) -> None:
+        """End all checks without a result: what they would compare is of other weights."""
+        self.of_transfers.forget()
+        if self.spot_checks is not None:
+            self.spot_checks.forget(searches=True)
+
     def drop_ended_spot_check(self, *, nothing_runs: bool) -> None:
         """End a spot check that gave way, or finds no room.
 

@@ -174,6 +174,12 @@ class BlockChecks:
             else:
                 self._pool.release(check.fetched)
 
+    def forget(self) -> None:
+        """Let go of all checks."""
+        pending, self._pending = self._pending, []
+        for check in pending:
+            self._pool.release([*check.fetched, *check.own])
+
     def _own(self, check: BlockCheck, filled: Filled) -> Sequence[int] | None:
         """Slots of a request's own pieces; None: it has not come so far.
 

@@ -44,6 +44,8 @@ class Sample(NamedTuple):
     salt: str
     names: list[BlockHash]
     """Chain of the context's blocks."""
+    weights: str = ""
+    """Version of the weights that they are named by."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class SpotChecks:
         names = request.hashes[: self._sampled(request.hashes[:num_blocks])]
         if self._num_again(names) * self._block_size <= MOST_AGAIN:
             ids = request.token_ids[: len(names) * self._block_size]
-            self._samples.append(Sample(ids, request.cache_salt, names))
+            self._samples.append(Sample(ids, request.cache_salt, names, request.weights))
 
     def begin(self, *, is_busy: bool) -> Request | None:
         """The next request to compute; None: there is none for now.
@@ -240,11 +242,17 @@ class SpotChecks:
         names = check.sample.names
         return Verdict(False, None, names, suspects=frozenset(names)) if check.is_second else None
 
-    def forget(self) -> None:
-        """The cache forgets all names: nothing that was found before is checked any more."""
+    def forget(self, *, searches: bool = False) -> None:
+        """The cache forgets all names: nothing that was found before is checked any more.
+
+        ``searches``: nor is the source of a wrong piece looked for.
+        """
         self._samples.clear()
-        if self._running is not None and not self._running.is_second:
+        if self._running is not None and (searches or not self._running.is_second):
             self._end()
+        if searches and self._next is not None:
+            self._pool.release(self._next.slots)
+            self._next = None
 
     def take_over(self) -> list[RequestKey]:
         """Requests that are over, and are to be forgotten before they get a token."""
@@ -282,6 +290,7 @@ class SpotChecks:
         )
         most = len(sample.token_ids) + 1
         request = from_submit(submit, NOBODY, arrival=self._num_requests, eos_ids=(), max_model_len=most)
+        request.weights = sample.weights
         request.priority = FIRST_PRIORITY if is_second else LAST_PRIORITY
         request.most_cached = first
         names = sample.names[first:]

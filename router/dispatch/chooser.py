@@ -48,7 +48,7 @@ class Chooser:
         self.counts: Counter[str] = Counter()
         """Dispatches to instances that had some of the prompt (``affinity_hits``) or none
         (``affinity_misses``), and requests refused for full queues (``queue_full``)."""
-        self._named: tuple[object, str, list[int]] = (None, "", [])
+        self._named: tuple[object, tuple[str, str], list[int]] = (None, ("", ""), [])
         """The last prompt whose blocks were named: the samples of a request share it."""
 
     def __repr__(self) -> str:
@@ -228,14 +228,15 @@ class Chooser:
         if not self.wants_blocks or prompt.params.prompt_logprobs is not None:
             return ()
         if entry.blocks is None:
-            ids, salt, names = self._named
-            if ids is not prompt.prompt_ids or salt != prompt.cache_salt:
-                capacities = (instance.capacity for instance in self._pool)
-                size = next((each.block_size for each in capacities if each and each.caches_prefixes), None)
-                if size is None:
-                    return ()
-                names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], size, prompt.cache_salt)
-                self._named = (prompt.prompt_ids, prompt.cache_salt, names)
+            ids, root, names = self._named
+            capacities = (instance.capacity for instance in self._pool)
+            one = next((each for each in capacities if each and each.caches_prefixes), None)
+            if one is None:
+                return ()
+            if ids is not prompt.prompt_ids or root != (prompt.cache_salt, one.weights):
+                root = prompt.cache_salt, one.weights
+                names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], one.block_size, *root)
+                self._named = (prompt.prompt_ids, root, names)
             entry.blocks = names
         return entry.blocks
 

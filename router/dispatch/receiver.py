@@ -127,6 +127,7 @@ class MessageReceiver:
     def _on_attached(self, instance: PooledInstance, attached: Attached) -> None:
         """Resume the requests of an earlier connection, of which the instance knows nothing."""
         if attached.repeated and instance.attached:
+            instance.capacity = attached.capacity  # with other weights
             return
         is_new = instance.capacity is None
         instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False

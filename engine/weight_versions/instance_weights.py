@@ -1,0 +1,87 @@
+"""Weight versions of one instance: its workers' weights, its requests, and the names of their blocks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from coordinator.messages import InFlight, WeightUpdate, WeightVersion
+from engine.core import EngineCore
+from engine.executor_contract import NewWeights
+from engine.weight_versions.contract import WeightsRefused
+from engine.weight_versions.requests_in_flight import RequestsInFlight
+
+logger = logging.getLogger(__name__)
+
+
+class InstanceWeights:
+    """Implements :class:`engine.weight_versions.contract.WeightVersions` with an executor and a core."""
+
+    def __init__(
+        self,
+        workers: NewWeights,
+        core: EngineCore,
+        end_requests: Callable[[], None],
+        changed: Callable[[WeightVersion], None] = lambda version: None,
+    ) -> None:
+        """``end_requests``: ends all requests here with the reason ``abort``, and passes that on.
+
+        ``changed`` is called at each switch with the new version: the numerics class and what routers know of
+        the names of blocks follow it.
+        """
+        self._workers = workers
+        self._requests = RequestsInFlight(core.scheduler, core.admission, core.sharing)
+        self._end_requests = end_requests
+        self._changed = changed
+        self._prepared: tuple[str, str] | None = None
+        """Id of the update that was prepared, and its digest."""
+        self.in_use = WeightVersion()
+
+    def __repr__(self) -> str:
+        return f"<InstanceWeights {self.in_use.number}, next {self._prepared}>"
+
+    def prepare(self, update: WeightUpdate, should_stop: Callable[[], bool]) -> str:
+        """See :class:`.WeightVersions`."""
+        version = update.version
+        if self._prepared is not None and self._prepared[0] == version.update:
+            return self._prepared[1]
+        self._prepared = None
+        if update.in_flight is InFlight.FINISH:
+            raise WeightsRefused(
+                "requests in flight cannot stay on the old weights here (finish): choose keep, recompute or "
+                "abort"
+            )
+        digest = self._workers.prepare(version.source, should_stop)
+        if version.digest not in ("", digest):
+            self._workers.discard()
+            raise WeightsRefused(
+                f"{version.source} has other weights (digest {digest}) than version {version.number} "
+                f"({version.digest}): it was changed"
+            )
+        self._prepared = version.update, digest
+        return digest
+
+    def switch(self, update: WeightUpdate, in_flight: InFlight) -> None:
+        """See :class:`.WeightVersions`."""
+        assert self._prepared is not None, "prepare() comes first"
+        began = time.perf_counter()
+        name, digest = self._prepared
+        assert name == update.version.update, f"{name} was prepared, not {update.version.update}"
+        if in_flight is InFlight.ABORT:
+            self._end_requests()
+        self._workers.switch()
+        self._requests.go_over(digest, in_flight)
+        self._prepared, self.in_use = None, update.version
+        self._changed(update.version)
+        logger.info(
+            "weights %d (%s) in use, digest %s: switched in %.1f ms",
+            update.version.number, update.version.label or "no label", digest,
+            1000 * (time.perf_counter() - began),
+        )  # fmt: skip
+
+    def discard(self, update: str) -> None:
+        """See :class:`.WeightVersions`."""
+        if self._prepared is not None and self._prepared[0] == update:
+            self._prepared = None
+            self._workers.discard()
