@@ -22,7 +22,7 @@ PLAIN_PROCESSES ?= 3
 # These wait for a third of theirs.
 MESH_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly nightly-status fuzz crowd clients deployments programs screenshots simulate model mutations clean
+.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly nightly-status fuzz crowd clients deployments programs screenshots simulate model mutations emulator clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -156,6 +156,9 @@ nightly-status: $(STAMP)  ## when each part of `nightly` passed last, and what h
 
 mutations: $(STAMP)  ## bugs planted one by one, each of which a named test must find (ARGS='--area caches')
 	$(BIN)/python -m tests.mutations $(ARGS)
+
+emulator: $(STAMP)  ## an emulated ARM64 machine in ~/.cache/lockstep-arm64 (root; apt-get install debootstrap g++-aarch64-linux-gnu qemu-user)
+	$(BIN)/python -m tests.arm64.machine --prepare
 
 deployments: $(STAMP) programs  ## gateways, routers of others, systemd, containers, Slurm before and around a mesh (some parts need root)
 	LOCKSTEP_NIGHTLY=1 $(BIN)/python -m pytest -rs tests/deploy $(ARGS)

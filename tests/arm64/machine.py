@@ -151,7 +151,7 @@ def command(arguments: list[str]) -> list[str]:
     enter = ["unshare", "--user", "--map-root-user", "--mount", "--fork", "bash", "-c", ENTER, "bash"]
     kind = [MAGIC, MASK, str(QEMU / "usr/bin/qemu-aarch64-static")]
     variables = [
-        "PATH=/usr/bin:/bin", "HOME=/root", "QEMU_CPU=max", "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
+        "PATH=/usr/bin:/bin", "HOME=/root", "QEMU_CPU=max", "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1", "LOCKSTEP_TESTS_SLOWER=6",
         f"LOCKSTEP_BUILT_KERNELS={BUILT}", f"PYTHONPATH={SITE}:{COPY}",
     ]  # fmt: skip
     python = ["/usr/bin/env", "-C", str(COPY), "-i", *variables, "python3", *arguments]

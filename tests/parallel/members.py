@@ -41,7 +41,8 @@ from tests.parallel.devices.nccl_over_gloo import nccl_over_gloo
 from tests.parallel.link_pairs import UCX_WAYS
 
 KEY = LinkKey(bytes(range(32)))
-PATIENCE = 20.0  # seconds for everything that should work
+PATIENCE = 20.0 * float(os.environ.get("LOCKSTEP_TESTS_SLOWER", "1"))
+"""Seconds for everything that should work; the variable is for emulated machines."""
 SMALL_SLOT = 4096
 SMALL_SIZES = SegmentSizes(slot_bytes=SMALL_SLOT, view_bytes=4 * SMALL_SLOT)
 TYPES = (
