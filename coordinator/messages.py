@@ -51,6 +51,24 @@ class Balancing(msgspec.Struct, frozen=True, kw_only=True):
     """Windows between two log lines with the balancedness; 0: none."""
 
 
+class AdapterSource(msgspec.Struct, frozen=True):
+    """Low-rank adapter of the mesh: its name for clients, and where its files are."""
+
+    name: str
+    path: str
+    digest: str = ""
+    """Digest of its tensors and settings; empty as long as it is unknown."""
+
+
+class Lora(msgspec.Struct, frozen=True):
+    """Low-rank adapters of a mesh, and the room for them on each instance."""
+
+    adapters: tuple[AdapterSource, ...]
+    max_loras: int
+    """Adapters that running requests have at once."""
+    max_lora_rank: int
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The model of a mesh and how it is run.
 
@@ -102,6 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
     quantization: str = ""
     """How plain weights are quantised while they are read; empty: not at all."""
+    lora: Lora | None = None
+    """Low-rank adapters; None: the mesh has none."""
 
 
 class State(enum.StrEnum):

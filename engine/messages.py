@@ -71,6 +71,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
 
     They are fetched from there if that is faster than computing them.
     """
+    adapter: str = ""
+    """Digest of the low-rank adapter to compute with; empty for none."""
     copy: int = 0
     """:attr:`Prefetch.number` of the copy that has its blocks; 0 for none.
 
@@ -108,6 +110,8 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
 
     It stops there at the end of a step. Then its partly filled block comes, too.
     """
+    adapter: str = ""
+    """Digest of its low-rank adapter; empty for none."""
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):

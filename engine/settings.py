@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
-from coordinator.messages import Balancing, Settings
+from coordinator.messages import Balancing, Lora, Settings
+from engine.adapters.adapter_settings import settled
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.config.expert_balancing import read_config
+from engine.config.lora import LoraConfig
 from engine.host.cores import has_gpu
 from engine.model.checkpoint import (
     CheckpointError,
@@ -61,6 +63,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         max_num_seqs=config.scheduler.most_requests(),
         performance_mode=config.scheduler.performance_mode,
         quantization=config.model.online or "",
+        lora=_lora(config.lora),
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -69,6 +72,13 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
             f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
         )
     return info, settings
+
+
+def _lora(config: LoraConfig) -> Lora | None:
+    """Adapters with their digests; None without any."""
+    if not config.enable_lora:
+        return None
+    return Lora(tuple(map(settled, config.sources)), config.max_loras, config.max_lora_rank)
 
 
 def _place(model: str | None, info: ModelInfo) -> str | None:
@@ -143,6 +153,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             config.cache, block_size=settings.block_size, kv_cache_dtype=settings.kv_cache_dtype
         ),
         scheduler=_scheduler(config, settings),
+        lora=_lora_config(settings.lora),
         device=msgspec.structs.replace(
             config.device,
             tensor_parallel_size=settings.tensor_parallel_size,
@@ -154,6 +165,19 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             all2all_backend=settings.all2all_backend,
             mesh_transport=settings.mesh_transport,
         ),
+    )
+
+
+def _lora_config(lora: Lora | None) -> LoraConfig:
+    """The mesh's adapters as flags name them."""
+    if lora is None:
+        return LoraConfig()
+    modules = [msgspec.json.encode(each).decode() for each in lora.adapters]
+    return LoraConfig(
+        enable_lora=True,
+        lora_modules=tuple(modules),
+        max_loras=lora.max_loras,
+        max_lora_rank=lora.max_lora_rank,
     )
 
 

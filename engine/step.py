@@ -32,6 +32,10 @@ class Admit(msgspec.Struct, frozen=True):
     """The stream of this sample (sample index already mixed in)."""
     barred_ids: tuple[int, ...]
     """Tokens that may not be sampled before ``params.min_tokens`` output tokens."""
+    adapter: int = 0
+    """Number of its low-rank adapter; 0 for none."""
+    adapter_digest: str = ""
+    """Digest of that: what else had the number is laid aside."""
 
 
 class RowPieces(msgspec.Struct, frozen=True):

@@ -11,10 +11,11 @@ from typing import Protocol
 
 import msgspec
 
-from coordinator.messages import ExpertBalance, Role
+from coordinator.messages import AdapterSource, ExpertBalance, Role
 from coordinator.numerics import UNKNOWN as UNKNOWN_CLASS
 from coordinator.numerics import Numerics
 from engine.messages import Delta, InstanceReport
+from engine.pieces.pool import rooted
 from engine.sampling import SamplingParams
 
 
@@ -51,6 +52,16 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int
     fingerprint: str = ""
     """Digest of the checkpoint's files and of samples of its weights."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Low-rank adapters, each of which requests may name in place of the model."""
+
+    def knows(self, name: str) -> bool:
+        """Whether requests may use this name."""
+        return name in self.names or any(each.name == name for each in self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """Digest of the adapter of this name; empty if it is the model's."""
+        return next((each.digest for each in self.adapters if each.name == name), "")
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -69,6 +80,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """The instance that an endpoint picker chose; another one will do."""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
+    """Digest of its low-rank adapter; empty for none."""
     session: str = ""
     """Equal for all requests of a session: a hint to keep them together."""
     traceparent: str = ""
@@ -80,6 +93,11 @@ class Prompt(msgspec.Struct, frozen=True):
 
     It stays where it is sent, is counted nowhere, and goes after all others.
     """
+
+    @property
+    def root(self) -> str:
+        """Root of the names of its blocks."""
+        return rooted(self.cache_salt, self.adapter)
 
 
 class NumericsSwitch(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ AGREED = {
     "balancing": "--enable-eplb with --eplb-config and --eplb-survive",
     "all2all_backend": "--all2all-backend",
     "mesh_transport": "--mesh-transport",
+    "lora": "--enable-lora with --lora-modules, --max-loras and --max-lora-rank",
     "data_parallel_size": "-dp",
 }
 """Settings in which instances of a mesh must agree -> how the user knows them."""

@@ -158,6 +158,8 @@ class PackedRows:
     """[tokens] position of each packed token in its request."""
     num_single: int
     """Number of leading rows that have exactly one token."""
+    adapters: Int64s | None = None
+    """[rows] number of each row's low-rank adapter, 0 for none; None: no row has one."""
 
 
 @dataclass

@@ -31,6 +31,7 @@ from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
+    from engine.adapters.held import HeldAdapters
     from engine.compute.decode_graphs import DecodeGraphs
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
@@ -53,13 +54,15 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         *,
         row_by_row: bool = False,
+        adapters: HeldAdapters | None = None,
     ) -> None:
         """A runner over a cache, over captured graphs of it, or over a native program.
 
         ``program`` computes steps natively, over a cache of its own, in place of the model's modules.
         ``graphs`` computes the steps that were captured, over ``cache``.
-        ``row_by_row``: see :class:`.Sampler`.
+        ``row_by_row``: see :class:`.Sampler`. ``adapters``: of which rows may have one; None: they have none.
         """
+        self._adapters = adapters
         self._model = model
         self._cache = cache
         self._program = program
@@ -97,6 +100,8 @@ class ModelRunner:
             if self._states is not None:
                 self._states.admit(admit.slot, self._num_equal(admit))
             self._slots[admit.slot] = RequestSlot.of(admit)
+            if self._adapters is not None and admit.adapter:
+                self._adapters.use(admit.adapter, admit.adapter_digest)
             self._tables.clear(admit.slot)
         if not step.slots:
             return _done(StepResult([]))
@@ -194,17 +199,27 @@ class ModelRunner:
         slots = np.array(step.slots, dtype=np.int64)
         starts = np.array(step.starts, dtype=np.int64)
         counts = np.array(step.counts, dtype=np.int64)
+        adapters = self._adapters_of(step)
         self._tables.extend(step)
         tables = self._tables.blocks[slots, : (max(ends) - 1) // self._block_size + 1]
         if step.counts.count(1) == len(slots):
             token_ids = [each.token_ids.item(start) for each, start in zip(held, step.starts, strict=True)]
-            return PackedRows(starts, counts, tables, starts.copy(), len(slots)), np.array(token_ids)
+            packed = PackedRows(starts, counts, tables, starts.copy(), len(slots), adapters)
+            return packed, np.array(token_ids)
         input_ids = np.concatenate(
             [each.token_ids[start:end] for each, start, end in zip(held, step.starts, ends, strict=True)]
         )
         offsets = np.cumsum(counts) - counts
         positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
-        return PackedRows(starts, counts, tables, positions, int((counts != 1).argmax())), input_ids
+        num_single = int((counts != 1).argmax())
+        return PackedRows(starts, counts, tables, positions, num_single, adapters), input_ids
+
+    def _adapters_of(self, step: Step) -> Int64s | None:
+        """Number of each row's adapter; None if no row has one."""
+        if self._adapters is None:
+            return None
+        numbers = np.array([self._slots[slot].admit.adapter for slot in step.slots])
+        return numbers if numbers.any() else None
 
     def _wanted(self, step: Step, packed: PackedRows, row_ends: list[int]) -> WantedLogits:
         """``row_ends``: position behind the last token of each row."""

@@ -11,6 +11,7 @@ from coordinator.config import LogLevel, MeshConfig
 from coordinator.settings.flags import flag
 from engine.config.cache import CacheConfig
 from engine.config.device import DeviceConfig
+from engine.config.lora import LoraConfig
 from engine.config.model import ModelConfig
 from engine.config.nodes import NodesConfig, check_keys
 from engine.config.scheduler import SchedulerConfig
@@ -23,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    lora: LoraConfig = LoraConfig()
     nodes: NodesConfig = NodesConfig()
     drain_timeout: Annotated[
         float,
@@ -32,6 +34,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         device, nnodes = self.device, self.nodes.nnodes
+        if self.lora.enable_lora and (device.num_workers > 1 or device.device == "cuda"):
+            what = "a GPU" if device.device == "cuda" else "-tp and -pp"
+            raise ValueError(f"--enable-lora is not built for {what}: leave one of them out")
         is_elsewhere = nnodes > 1 or device.distributed_executor_backend == "ray"
         on_gpus = device.device == "cuda" and device.num_workers > 1
         if self.cache.kv_cache_dir is not None and (is_elsewhere or on_gpus):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import msgspec
 
@@ -37,7 +38,10 @@ class Admission:
         max_model_len: int,
         scheduler: Scheduler,
         sharing: CacheSharing,
+        adapters: Collection[str] = (),
     ) -> None:
+        """``adapters``: digests of those that the instance has."""
+        self._adapters = adapters
         self._limits = limits
         self._info = info
         self._max_model_len = max_model_len
@@ -155,6 +159,8 @@ class Admission:
 
     def _problem_with(self, submit: Submit) -> str | None:
         num_prompt = len(submit.prompt_ids)
+        if submit.adapter and submit.adapter not in self._adapters:
+            return f"the instance has no adapter with the digest {submit.adapter}"
         if num_prompt == 0:
             return "the prompt is empty"
         if num_prompt >= self._max_model_len:

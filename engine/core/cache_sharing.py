@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine.events.recording import EventRecorder
 from engine.inheritance.table import Publisher, Table
 from engine.messages import CacheReset, HandedOver, Prefetch, Prefetched
-from engine.pieces.pool import BlockHash, PiecePool, hash_block
+from engine.pieces.pool import BlockHash, PiecePool, hash_block, rooted
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.tiers.file_tier import FileTier
@@ -98,9 +98,13 @@ class CacheSharing:
         self._publisher = Publisher(self._pool, table)
         self._pool.observe(self._publisher, every_kind=True)
 
-    def record_events(self) -> EventRecorder:
-        """Record changes of the prefix cache from now on, before any request has come."""
-        self._recorder = self._scheduler.prefixes.contents = recorder = EventRecorder(self._block_size)
+    def record_events(self, adapters: Mapping[str, str]) -> EventRecorder:
+        """Record changes of the prefix cache from now on, before any request has come.
+
+        ``adapters``: names of low-rank adapters by their digest.
+        """
+        recorder = EventRecorder(self._block_size, adapters)
+        self._recorder = self._scheduler.prefixes.contents = recorder
         self._pool.observe(recorder)
         return recorder
 
@@ -112,10 +116,10 @@ class CacheSharing:
         if self.exchange is None:
             return
         names: list[BlockHash] = []
-        size, ids = self._block_size, wish.token_ids
+        size, ids, root = self._block_size, wish.token_ids, rooted(wish.cache_salt, wish.adapter)
         for start in range(0, (len(ids) - 1) // size * size, size):
             parent = names[-1] if names else None
-            names.append(hash_block(parent, ids[start : start + size], wish.cache_salt, self.weights))
+            names.append(hash_block(parent, ids[start : start + size], root, self.weights))
         if holder is None:
             self.exchange.copy((peer, wish.number), names, wish.blocks_at)
         else:

@@ -60,7 +60,10 @@ class EngineCore:
         """Slots of the KV cache and of other pieces."""
         self.scheduler = Scheduler(_rules(config, executor, place), self.pool, speculation)
         self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, executor.in_flight)
-        self._admission = Admission(config.scheduler, info, max_model_len, self.scheduler, self.sharing)
+        adapters = frozenset(source.digest for source in config.lora.sources)
+        self._admission = Admission(
+            config.scheduler, info, max_model_len, self.scheduler, self.sharing, adapters
+        )
         self._steps = StepPipeline(executor, self.scheduler, self.sharing)
         self.reports = Reporting(
             config, place.at_once, self.scheduler, self.pool, self._admission, self.sharing, self._steps
@@ -245,4 +248,5 @@ def _rules(config: EngineConfig, executor: Executor, place: ModelPlace) -> Sched
         micro_batches=1 if executor.runs_ahead else executor.in_flight,
         runs_ahead=executor.runs_ahead,
         tells_tokens=executor.needs_tokens,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
     )

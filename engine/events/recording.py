@@ -7,10 +7,11 @@ block is not published.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.events.messages import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.pieces.pool import NAME_BYTES, BlockHash
+from engine.scheduling.request import Request
 
 GROUP = 0
 """All layers' blocks are one group of vLLM's."""
@@ -24,8 +25,10 @@ def name_of(block_hash: BlockHash) -> int:
 class EventRecorder:
     """Observes a block pool; :meth:`take` has what is to be published."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, adapters: Mapping[str, str]) -> None:
+        """``adapters``: names of low-rank adapters by their digest."""
         self._block_size = block_size
+        self._adapters = adapters
         self._published: set[BlockHash] = set()
         self._unknown: set[BlockHash] = set()
         """Stored blocks whose tokens are not known yet; at most all of the pool."""
@@ -61,18 +64,17 @@ class EventRecorder:
         else:
             self._events.append(BlockRemoved([name_of(block_hash)], MEDIUM, GROUP))
 
-    def tell(
-        self, hashes: Sequence[BlockHash], token_ids: Sequence[int], salt: str, first: int, end: int
-    ) -> None:
-        """Record the tokens of blocks ``first`` to ``end - 1`` of a context."""
+    def tell(self, request: Request, first: int, end: int) -> None:
+        """Record the tokens of blocks ``first`` to ``end - 1`` of a request."""
+        hashes = request.hashes
         for index in range(first, end):
             block_hash = hashes[index]
             if block_hash in self._unknown:
                 self._unknown.remove(block_hash)
                 self._published.add(block_hash)
                 start = index * self._block_size
-                tokens = token_ids[start : start + self._block_size]
-                self._store(block_hash, hashes[index - 1] if index else None, tokens, salt)
+                tokens = request.token_ids[start : start + self._block_size]
+                self._store(block_hash, hashes[index - 1] if index else None, tokens, request)
 
     def clear(self) -> None:
         """Record that the prefix cache is cleared; called before the pool clears it."""
@@ -88,8 +90,9 @@ class EventRecorder:
         return found
 
     def _store(
-        self, block_hash: BlockHash, parent: BlockHash | None, tokens: Sequence[int], salt: str
+        self, block_hash: BlockHash, parent: BlockHash | None, tokens: Sequence[int], request: Request
     ) -> None:
+        salt, adapter = request.cache_salt, request.adapter
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and parent is not None and parent == self._last:
             last.block_hashes.append(name_of(block_hash))
@@ -105,7 +108,7 @@ class EventRecorder:
                     block_size=self._block_size,
                     lora_id=None,
                     medium=MEDIUM,
-                    lora_name=None,
+                    lora_name=self._adapters.get(adapter, adapter) or None,
                     extra_keys=[(salt,)] if salt and parent is None else None,
                     group_idx=GROUP,
                 )

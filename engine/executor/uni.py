@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from coordinator.numerics import TORCH, Arithmetic
+from engine.adapters.held import adapter_room, held_adapters
 from engine.attention import make_attention
 from engine.attention.base import (
     PLAN_KEYWORD,
@@ -206,7 +207,7 @@ class UniExecutor(SpreadShard):
         self._bytes_for_copies(num_blocks * block_size * self._kv_bytes * self._shard.neighbours)
         self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes)
         if self._program is None and not self._on_torch:
-            self._program = make_program(model, block_size)
+            self._program = make_program(model, block_size, adapter_room(self._config.lora))
             self._on_torch = self._program is None
         self._check_kernels(model)
         if self._program is None and self._config.device.batch_invariant:
@@ -229,7 +230,8 @@ class UniExecutor(SpreadShard):
             )
             self._program.use(native)
             self._stored = native.stored
-            self._runner = ModelRunner(model, None, block_size, self._program)
+            adapters = held_adapters(self._config.lora, model.module, self._program.sites)
+            self._runner = ModelRunner(model, None, block_size, self._program, adapters=adapters)
             self._attention = self._program.attention
             if self._held is not None:
                 self._held.copies = KERNEL_COPIES
@@ -358,6 +360,11 @@ class UniExecutor(SpreadShard):
             raise CheckpointError(
                 f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
                 "Torch needs another KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
+            )
+        if self._program is None and self._config.lora.enable_lora:
+            raise CheckpointError(
+                f"--enable-lora: adapters are computed by the native kernels, which do not compute "
+                f"{self._info.architecture} here, as the log says: leave it out"
             )
 
     def _make_cache(self, num_blocks: int, memory: SharedCache | None = None) -> PagedAttention:

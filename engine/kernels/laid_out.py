@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.kernels.adapters.sites import Sites
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.decoder import DecoderModel
 from engine.kernels.lowering.parts import Packing
@@ -15,8 +16,18 @@ from engine.kernels.step_list import PackedDecoder
 class LaidOut:
     """Weights of a decoder, laid out, with its tables by position."""
 
-    def __init__(self, library: KernelLibrary, decoder: DecoderModel, ranks: int, spread: Any = None) -> None:
-        """``ranks``: tensor-parallel ranks. ``spread``: packs experts that come and go; None: they stay."""
+    def __init__(
+        self,
+        library: KernelLibrary,
+        decoder: DecoderModel,
+        ranks: int,
+        spread: Any = None,
+        sites: Sites | None = None,
+    ) -> None:
+        """``ranks``: tensor-parallel ranks. ``spread``: packs experts that come and go; None: they stay.
+
+        ``sites``: where adapters add something; None: nowhere.
+        """
         packer = Packer(library)
         self.decoder = decoder
         self.sizes = decoder.needs, decoder.cached, decoder.states
@@ -24,7 +35,7 @@ class LaidOut:
 
         The decoder cannot give them once the model's own tensors are let go.
         """
-        self.packed = PackedDecoder(decoder, Packing(packer, decoder.dtype, ranks, spread))
+        self.packed = PackedDecoder(decoder, Packing(packer, decoder.dtype, ranks, spread, sites))
         self.positions = PositionTables(decoder)
         self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
         """Bytes of the weights as they are laid out, and bytes that this saves.

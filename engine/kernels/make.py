@@ -25,6 +25,7 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
+from engine.kernels.adapters.sites import AdapterRoom
 from engine.kernels.attention.latent import is_latent
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.cache.native_states import NativeStates
@@ -131,12 +132,12 @@ def kept_of(model: LoadedModel, block_size: int, *, has_states: bool) -> KeptFor
     return KeptForms(decoder.cached, states)
 
 
-def make_program(model: LoadedModel, block_size: int) -> Program | None:
+def make_program(model: LoadedModel, block_size: int, adapters: AdapterRoom | None = None) -> Program | None:
     """A program that computes what the model does, or None where torch computes.
 
     Torch computes on other devices and data types, without the kernels or the memory to lay the weights out
     for them, and for models of another kind. The model's own layers are emptied. All shards of a model call
-    this together.
+    this together. ``adapters``: room for low-rank adapters; None: there are none.
 
     Raises:
         parallel.communicators.base.CollectiveError: another shard is lost.
@@ -157,7 +158,7 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     assert kernels is not None
     assert proven is not None
     samples = _run_model(model, block_size)
-    program = _lay_out(kernels, proven.decoder, model)
+    program = _lay_out(kernels, proven.decoder, model, adapters)
     if not _all_have(model, kernels.key if program is not None else None):
         return None
     assert program is not None
@@ -241,10 +242,12 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-def _lay_out(kernels: library.KernelLibrary, decoder: DecoderModel, model: LoadedModel) -> Program | None:
+def _lay_out(
+    kernels: library.KernelLibrary, decoder: DecoderModel, model: LoadedModel, adapters: AdapterRoom | None
+) -> Program | None:
     """The program of the model's own weights; None, and logged, without room for it."""
     try:
-        return Program(kernels, decoder, model.experts, _ranks_of(model))
+        return Program(kernels, decoder, model.experts, _ranks_of(model), adapters)
     except Exception as error:  # noqa: BLE001 (whatever it is, torch can compute this model)
         logger.info("native kernels: off, the weights cannot be laid out: %s", _in_one_line(error))
         return None

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.kernels.adapters.sites import AdapterRoom, Sites, runs
 from engine.kernels.cache.native_cache import NativeCache, NativePlan
 from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
@@ -54,10 +56,12 @@ class Program:
         decoder: DecoderModel,
         experts: ExpertParallel | None = None,
         ranks: TensorRank | None = None,
+        adapters: AdapterRoom | None = None,
     ) -> None:
         """``experts``: the common part of expert layers that are spread over instances.
 
         ``ranks``: those that the decoder's partial sums are of, all of which run the same steps.
+        ``adapters``: room for low-rank adapters; None: rows have none.
         """
         operations.check(library, LAYOUTS)
         self._library = library
@@ -66,12 +70,14 @@ class Program:
         self.exchange = StepExchange(
             library, decoder.exchanged, len(decoder.sparse), experts, may_join=ranks is None
         )
-        self.laid_out = LaidOut(
-            library, decoder, self._size, None if experts is None else self.exchange.products
-        )
+        self.sites = None if adapters is None else Sites(adapters, decoder.dtype)
+        """Products beside which adapters add something; None without room for any."""
+        spread = None if experts is None else self.exchange.products
+        self.laid_out = LaidOut(library, decoder, self._size, spread, self.sites)
         self.weight_bytes, self.saved_bytes = self.laid_out.weight_bytes, self.laid_out.saved_bytes
         self.quantized_bytes, self.half_bytes = self.laid_out.quantized_bytes, self.laid_out.half_bytes
-        self._needs = self.laid_out.sizes[0]
+        needs = self.laid_out.sizes[0]
+        self._needs = needs if self.sites is None else needs.with_adapters(self.sites)
         self.sums = RankSums(library, ranks if decoder.num_sums else None, decoder.sums_width)
         self._cache: NativeCache | None = None
         self.states = NativeStates(decoder.states, decoder.dtype) if decoder.states else None
@@ -80,8 +86,8 @@ class Program:
         self._buffers: Buffers | None = None
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
-        self._lists: dict[tuple[bool, bool], StepList] = {}
-        """Lists by whether the exchange of experts, and sums over ranks, are part of them."""
+        self._lists: dict[tuple[bool, bool, bool], StepList] = {}
+        """Lists by whether exchanges of experts, sums over ranks, and adapters are in them."""
         self.seconds = np.zeros(len(OperationKind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
@@ -279,10 +285,11 @@ class Program:
     def _run(self, step: StepArguments, tokens: int) -> None:
         self.sums.agree()
         native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
-        how = native, sums is self.sums.common
+        adapts = bool(step.array["num_runs"])
+        how = native, sums is self.sums.common, adapts
         written = self._lists.get(how)
         if written is None:
-            written = self._lists[how] = self._write(sums, exchanges=native)
+            written = self._lists[how] = self._write(sums, exchanges=native, adapts=adapts)
         if native:
             assert self.exchange.current is not None
             self.exchange.current.begin(self.exchange.sizes)
@@ -309,12 +316,12 @@ class Program:
                 self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND]
             )
 
-    def _write(self, sums: Sums | None, *, exchanges: bool) -> StepList:
-        """Write the list of a step; ``exchanges``: with the exchange of experts."""
+    def _write(self, sums: Sums | None, *, exchanges: bool, adapts: bool) -> StepList:
+        """Write the list of a step; ``exchanges``: with that of experts, ``adapts``: with adapters."""
         assert self._cache is not None
         assert self._buffers is not None
         decoder, tables = self._decoder, self.laid_out.positions.tables
-        facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables)
+        facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables, adapts)
         exchange = self.exchange.current if exchanges else None
         packed, buffers = self.laid_out.packed, self._buffers
         writer = Writer(packed.most_operations, facts, self._cache, buffers, exchange, sums, self.states)
@@ -358,6 +365,7 @@ class Program:
             seconds=self.seconds,
             choose=int(draws is not None),
             draws=draws if draws is not None and len(draws) else None,
+            **({} if packed.adapters is None else _adapter_runs(packed, packed.adapters, wanted)),
             **({} if self.states is None else self.states.arguments()),
         )
 
@@ -369,3 +377,15 @@ class Program:
         self._lists.clear()
         self._buffers = self.sums.own = None  # gone before the new ones come
         self._buffers = Buffers(self._needs, self._room, self.exchange.make_current(self._room.own))
+
+
+def _adapter_runs(packed: PackedRows, numbers: Int64s, wanted: Int64s) -> dict[str, Any]:
+    """Arguments that name the adapter of each token of a step."""
+    of_tokens = np.repeat(numbers, packed.counts)
+    every, chosen = runs(of_tokens), runs(of_tokens[wanted])
+    return {
+        "num_runs": len(every),
+        "num_chosen_runs": len(chosen),
+        "runs": every,
+        "chosen_runs": chosen,
+    }

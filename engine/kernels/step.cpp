@@ -11,6 +11,7 @@
 
 #include <omp.h>
 
+#include "adapters/adapted.hpp"
 #include "attention/attention.hpp"
 #include "choosing/choosing.hpp"
 #include "choosing/logprobs.hpp"

@@ -27,13 +27,26 @@ Routers only choose an instance by it, so a collision costs some time at worst.
 """
 
 
+TAG = "\udcff"
+"""Mark of a root that is more than a salt: a byte that no text of a client has in UTF-8."""
+
+
+def rooted(salt: str, adapter: str) -> str:
+    """Salt of the blocks of a request with an adapter, which no other request has.
+
+    ``adapter``: digest of the adapter; empty for none.
+    """
+    return f"{TAG}adapter {adapter}{TAG}{salt}" if adapter else salt
+
+
 def root_of(salt: str, weights: str = "") -> bytes:
     """Beginning of the names of a context: the request's salt, and the version of the weights.
 
     ``weights``: digest of a version that took the place of those that were loaded; empty for those. No salt
-    begins as a version does: it is UTF-8.
+    of a client begins as a version does: it is UTF-8.
     """
-    return b"\xff" + weights.encode() + b"\0" + salt.encode() if weights else salt.encode()
+    own = salt.encode("utf-8", "surrogateescape")
+    return b"\xff" + weights.encode() + b"\0" + own if weights else own
 
 
 def hash_block(

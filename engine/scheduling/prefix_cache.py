@@ -7,7 +7,6 @@ than its tokens, and reports to routers say how much less (:class:`ExpectedPrefi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Protocol
 
 from engine.pieces.pool import BlockHash, PiecePool
@@ -19,9 +18,7 @@ class Contents(Protocol):
 
     @property
     def lacks_tokens(self) -> bool: ...
-    def tell(
-        self, hashes: Sequence[BlockHash], token_ids: Sequence[int], salt: str, first: int, end: int
-    ) -> None: ...
+    def tell(self, request: Request, first: int, end: int) -> None: ...
 
 
 class Hits(Protocol):
@@ -106,7 +103,7 @@ class PrefixCache:
 
     def _tell_contents(self, request: Request, first: int, end: int) -> None:
         if self.contents is not None and self.contents.lacks_tokens:
-            self.contents.tell(request.hashes, request.token_ids, request.cache_salt, first, end)
+            self.contents.tell(request, first, end)
 
 
 class ExpectedPrefixBlocks:

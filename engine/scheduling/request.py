@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.messages import FinishReason, Submit, TokenLogprobs
-from engine.pieces.pool import BlockHash, hash_block
+from engine.pieces.pool import BlockHash, hash_block, rooted
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class Request:
     cache_salt: str = ""
     weights: str = ""
     """Version of the weights that its blocks are named by; see :func:`engine.pieces.pool.root_of`."""
+    adapter: str = ""
+    """Digest of its low-rank adapter; empty for none."""
+    adapter_number: int = 0
+    """Number of that while it runs (:mod:`engine.scheduling.adapter_numbers`)."""
     traceparent: str = ""
     status: Status = Status.WAITING
     slot: int | None = None
@@ -142,6 +146,11 @@ class Request:
         )
 
     @property
+    def root(self) -> str:
+        """Root of the names of its blocks."""
+        return rooted(self.cache_salt, self.adapter)
+
+    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -169,7 +178,7 @@ class Request:
             start = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else None
             self.hashes.append(
-                hash_block(parent, self.token_ids[start : start + block_size], self.cache_salt, self.weights)
+                hash_block(parent, self.token_ids[start : start + block_size], self.root, self.weights)
             )
         return self.hashes[:num_blocks]
 
@@ -202,7 +211,7 @@ class Request:
             return None
         parent = self.hashes_up_to(num_full, block_size)[-1] if num_full else None
         start = num_full * block_size
-        return hash_block(parent, self.token_ids[start : start + rest], self.cache_salt, self.weights)
+        return hash_block(parent, self.token_ids[start : start + rest], self.root, self.weights)
 
 
 def from_submit(
@@ -227,6 +236,7 @@ def from_submit(
         arrival=arrival,
         priority=submit.priority,
         cache_salt=submit.cache_salt,
+        adapter=submit.adapter,
         traceparent=submit.traceparent,
         copy=submit.copy,
         blocks_at=submit.blocks_at,

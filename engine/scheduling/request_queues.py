@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from engine.messages import FinishReason
 from engine.pieces.pool import PiecePool
+from engine.scheduling.adapter_numbers import AdapterNumbers
 from engine.scheduling.boundaries import Boundaries
 from engine.scheduling.prefix_cache import ExpectedPrefixBlocks
 from engine.scheduling.request import Request, RequestKey, Status
@@ -32,6 +33,7 @@ class RequestQueues:
         """Requests that have a slot, in order; always this list."""
         self._by_slot: dict[int, Request] = {}
         self.free_slots = list(range(rules.max_num_seqs))[::-1]
+        self.adapters = AdapterNumbers(rules.max_loras)
         self._num_grammars = 0
         self.expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
         self.boundaries = Boundaries(pool, rules.block_size)
@@ -135,6 +137,7 @@ class RequestQueues:
         insort(self.running, request, key=lambda other: other.order)
         request.status = Status.RUNNING
         request.slot = self.free_slots.pop()
+        request.adapter_number = self.adapters.take(request.adapter)
         self._by_slot[request.slot] = request
         request.blocks = blocks
 
@@ -155,6 +158,7 @@ class RequestQueues:
         self.running.remove(request)
         del self._by_slot[request.slot]
         self.free_slots.append(request.slot)
+        self.adapters.give_back(request.adapter)
         self._pool.release(request.blocks)
         self.boundaries.vacate(request, is_wrong=is_wrong)
         self.expected_blocks.settle(request)

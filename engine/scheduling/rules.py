@@ -42,6 +42,9 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     tells_tokens: bool = False
     """Whether decode rows carry their tokens, for workers that do not sample."""
 
+    max_loras: int = 0
+    """Low-rank adapters that running requests have at once."""
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)

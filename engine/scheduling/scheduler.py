@@ -267,11 +267,14 @@ class Scheduler:
         Only those of a strictly higher priority than ``before`` are looked at.
 
         Requests that lack no more than room for the log-probabilities of their prompts are passed over. If
-        the output of any waiting request has begun, so are those that lack no more than a share of the step.
+        the output of any waiting request has begun, so are those that lack no more than a share of the step,
+        and behind one that lacks a number for its adapter all that have one, so that none overtakes it.
         Slots and blocks are kept for them.
         """
         admits: list[Admit] = []
         index = slots_kept = blocks_kept = 0
+        adapters = self.queues.adapters
+        adapter_waits = False
         while len(self._waiting) > index and len(self._free_slots) > slots_kept:
             if rows.budget <= 0 or len(rows) == most_rows:
                 break
@@ -281,8 +284,10 @@ class Scheduler:
             lacks_share = rows.prompt_budget <= 0 and not request.num_output
             if lacks_share and not self._waiting.num_begun:
                 break
-            if lacks_share or rows.is_full_for(request):
-                if lacks_share:
+            adapter_waits |= not adapters.has_room(request.adapter)
+            lacks_adapter = adapter_waits and bool(request.adapter)
+            if lacks_share or lacks_adapter or rows.is_full_for(request):
+                if lacks_share or lacks_adapter:
                     slots_kept += 1
                     blocks_kept += self._rules.blocks_for(len(request.token_ids))
                 index += 1

@@ -143,6 +143,8 @@ def admit_of(request: Request, slot: int) -> Admit:
         params=params,
         seed=request.seed,
         barred_ids=tuple(sorted(request.barred_ids)),
+        adapter=request.adapter_number,
+        adapter_digest=request.adapter,
     )
 
 

@@ -42,6 +42,7 @@ class Sample(NamedTuple):
 
     token_ids: list[int]
     salt: str
+    adapter: str
     names: list[BlockHash]
     """Chain of the context's blocks."""
     weights: str = ""
@@ -178,7 +179,7 @@ class SpotChecks:
         names = request.hashes[: self._sampled(request.hashes[:num_blocks])]
         if self._num_again(names) * self._block_size <= MOST_AGAIN:
             ids = request.token_ids[: len(names) * self._block_size]
-            self._samples.append(Sample(ids, request.cache_salt, names, request.weights))
+            self._samples.append(Sample(ids, request.cache_salt, request.adapter, names, request.weights))
 
     def begin(self, *, is_busy: bool) -> Request | None:
         """The next request to compute; None: there is none for now.
@@ -286,7 +287,13 @@ class SpotChecks:
         self._num_requests += 1
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         submit = Submit(
-            self._num_requests, "cache check", sample.token_ids, params, 0, cache_salt=sample.salt
+            self._num_requests,
+            "cache check",
+            sample.token_ids,
+            params,
+            0,
+            cache_salt=sample.salt,
+            adapter=sample.adapter,
         )
         most = len(sample.token_ids) + 1
         request = from_submit(submit, NOBODY, arrival=self._num_requests, eos_ids=(), max_model_len=most)

@@ -119,6 +119,8 @@ class ShardWeights:
     def _check_model(self) -> None:
         if self._model.device.type != "cpu":
             raise WeightsRefused("new weights while an instance runs are not built for GPUs")
+        if self._program is not None and self._program.sites is not None:
+            raise WeightsRefused("new weights are not built for a mesh with adapters (--enable-lora)")
         if self._model.experts is not None:
             raise WeightsRefused("new weights are not built for experts that are spread over instances (-ep)")
         if not self._settings.reads_weights or not self._stored:

@@ -20,6 +20,8 @@ from router.metrics.meter import Meter
 from router.metrics.metrics import Metrics
 from router.text.output_stream import OutputStream, TextPiece
 
+ADAPTER_DIGITS = 16
+"""Digits of an adapter's digest in ``system_fingerprint``."""
 Batch = list[tuple[OutputStream, TextPiece]]
 """Pieces that came together, each with its sample."""
 
@@ -141,7 +143,7 @@ class RequestRun:
         """The piece that a delta gives; a sample that has its last one is closed."""
         sample = self.samples[position]
         if not sample.num_tokens:
-            sample.fingerprint = generation.fingerprint
+            sample.fingerprint = with_adapter(generation.fingerprint, sample.prompt.adapter)
             sample.known_changes = generation.numerics_changes
         if delta.token_ids:  # else it is an error
             meter.delta(position, generation, now, delta.times)
@@ -204,3 +206,8 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def with_adapter(fingerprint: str | None, adapter: str) -> str | None:
+    """``system_fingerprint`` of an answer; ``adapter``: digest of its low-rank adapter, if it has one."""
+    return f"{fingerprint}-lora-{adapter[:ADAPTER_DIGITS]}" if fingerprint and adapter else fingerprint

@@ -50,6 +50,9 @@ def make_samples(
     if count > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
     prompt_logprobs = _prompt_logprobs(understood)
+    adapter = understood.model.served.adapter_of(understood.wanted.model or "")
+    if adapter and terms.records:
+        refuse("Capsules of answers by an adapter are not made: ask without one.", "X-Lockstep-Capsule")
     stops = StopStrings(params.stop) if params.stop else None
     repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
@@ -66,6 +69,7 @@ def make_samples(
             preferred=terms.preferred if count == 1 else None,
             priority=understood.wanted.priority or 0,
             cache_salt=understood.wanted.cache_salt or "",
+            adapter=adapter,
             session=terms.session,
             traceparent=terms.traceparent,
             repeatable=repeatable or params.seed is not None,

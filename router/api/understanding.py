@@ -119,6 +119,6 @@ class Understanding:
         wanted = read(model.served)
         check(wanted)
         sent = keep_offered_tools(wanted, self._config) if isinstance(wanted, ChatRequest) else ()
-        if wanted.model and wanted.model not in model.served.names:
+        if wanted.model and not model.served.knows(wanted.model):
             raise no_such_model(wanted.model)
         return wanted, sent

@@ -97,10 +97,13 @@ class Endpoints:
         return json_response(encode(found[0]))
 
     def _cards(self, served: ServedModel) -> list[ModelCard]:
-        return [
-            ModelCard(name, self._started, served.max_model_len, root=served.names[0])
-            for name in served.names
+        first, room = served.names[0], served.max_model_len
+        cards = [ModelCard(name, self._started, room, root=first) for name in served.names]
+        of_adapters = [
+            ModelCard(each.name, self._started, room, root=each.path, parent=first)
+            for each in served.adapters
         ]
+        return cards + of_adapters
 
     # ---- load
 

@@ -172,7 +172,8 @@ class Chooser:
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1
             if not entry.owed:
-                self.hot.saw(entry.prompt.prompt_ids, entry.prompt.cache_salt, blocks)
+                prompt = entry.prompt
+                self.hot.saw(prompt.prompt_ids, prompt.cache_salt, blocks, prompt.adapter)
         number = instance.dispatch(entry.work, now, cached=cached + spared)
         self._ledger.place(entry, instance.name, number)
         entry.is_computed_in(instance.fingerprint)
@@ -233,8 +234,8 @@ class Chooser:
             one = next((each for each in capacities if each and each.caches_prefixes), None)
             if one is None:
                 return ()
-            if ids is not prompt.prompt_ids or root != (prompt.cache_salt, one.weights):
-                root = prompt.cache_salt, one.weights
+            if ids is not prompt.prompt_ids or root != (prompt.root, one.weights):
+                root = prompt.root, one.weights
                 names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], one.block_size, *root)
                 self._named = (prompt.prompt_ids, root, names)
             entry.blocks = names

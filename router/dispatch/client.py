@@ -207,6 +207,7 @@ class MeshClient(RouterFacts):
             vocab_size=settings.vocab_size,
             max_model_len=settings.max_model_len,
             fingerprint=settings.fingerprint,
+            adapters=() if settings.lora is None else settings.lora.adapters,
         )
 
     def _connect(self, instance: PooledInstance) -> None:

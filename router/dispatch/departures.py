@@ -211,6 +211,7 @@ class Departures:
                 move.departure.source.capacity.blocks_at,
                 prompt.cache_salt,
                 move.address[1] if move.is_last else 0,
+                prompt.adapter,
             ),
         )
 

@@ -160,6 +160,7 @@ class Entry:
             output_ids=self.emitted,
             priority=self.prompt.priority,
             cache_salt=self.prompt.cache_salt,
+            adapter=self.prompt.adapter,
             owed=self.owed,
             traceparent=self.prompt.traceparent,
             background=self.prompt.background,

@@ -43,6 +43,8 @@ class Prefix:
     token_ids: array[int]
     """Token ids at the beginning of a prompt that has the prefix."""
     cache_salt: str
+    adapter: str
+    """Digest of their low-rank adapter; empty for none."""
     blocks: Sequence[int]
     """Names of the blocks that all have, as the index knows them."""
     uses: int = 1
@@ -57,8 +59,8 @@ class HotPrefixes:
     def __repr__(self) -> str:
         return f"<HotPrefixes {len(self._known)}>"
 
-    def saw(self, token_ids: list[int], cache_salt: str, blocks: Sequence[int]) -> None:
-        """Note a prompt. Its blocks' names depend on the salt."""
+    def saw(self, token_ids: list[int], cache_salt: str, blocks: Sequence[int], adapter: str = "") -> None:
+        """Note a prompt. Its blocks' names depend on the salt and the adapter's digest."""
         if len(blocks) < LEAST_BLOCKS:
             return
         known = self._known.get(blocks[0])
@@ -66,9 +68,8 @@ class HotPrefixes:
             if len(self._known) >= MOST_PREFIXES:
                 del self._known[min(self._known, key=lambda block: self._known[block].uses)]
             first = array("i", token_ids[:MOST_TOKENS])
-            self._known[blocks[0]] = Prefix(
-                first, cache_salt, blocks[: len(blocks) * len(first) // len(token_ids)]
-            )
+            held = blocks[: len(blocks) * len(first) // len(token_ids)]
+            self._known[blocks[0]] = Prefix(first, cache_salt, adapter, held)
             return
         common = _common(known.blocks, blocks)
         if common >= LEAST_BLOCKS:
@@ -116,7 +117,7 @@ class WarmUps:
             # A prefetch leaves out the block of the last token, which a prompt computes in any case.
             ids = [*prefix.token_ids[:tokens], 0]
             at = source.capacity.blocks_at if source.capacity else ""
-            wishes.append(Prefetch(self._numbers, ids, at, prefix.cache_salt))
+            wishes.append(Prefetch(self._numbers, ids, at, prefix.cache_salt, adapter=prefix.adapter))
             self._copies[self._numbers] = newcomer, now + MOST_SECONDS
         newcomer.warming = bool(wishes)
         return wishes

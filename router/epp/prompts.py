@@ -25,6 +25,7 @@ class PromptReader:
     """Reads bodies of the endpoints that generate."""
 
     def __init__(self, models: TextModels, config: HttpConfig) -> None:
+        self._models = models
         self._understanding = Understanding(models, config)
         self._root_path = config.root_path
 
@@ -44,6 +45,7 @@ class PromptReader:
         request = Request({"type": "http", "headers": encoded})
         try:
             wanted, prompts = await self._understanding.prompts(lambda served: read(body, served), len(body))
+            adapter = self._models.served().adapter_of(wanted.model or "")
             if len(prompts) != 1 or (wanted.n or 1) != 1 or pinned_rank(request, wanted) is not None:
                 return None
             key = session(request, wanted)
@@ -56,5 +58,6 @@ class PromptReader:
             seed=0,
             asked=max(0, wanted.max_tokens or 0),
             cache_salt=wanted.cache_salt or "",
+            adapter=adapter,
             session=key,
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from coordinator.settings.foreign import Foreign
 
-_MERGE = "there is no LoRA: merge the adapter into the weights and serve the result"
+_ADAPTERS = "adapters are given by --enable-lora --lora-modules NAME=DIRECTORY: leave it out"
 _TEXT = "only text is served: leave it out"
 _WEIGHTS = (
     "how a checkpoint is quantised is seen in it: leave it out; --quantization has names for plain weights "
@@ -41,7 +41,7 @@ _PLACES = "an instance reads the experts that it has, and no others"
 _ALWAYS = "it is always so"
 _NO_SLEEP = "instances do not sleep: end serve and start it again, or lockstep scale to fewer instances"
 _NO_STATE = "recurrent states are kept every 64 tokens, as the model computes them"
-_NO_LORA = "there is no LoRA"
+_LORA = "adapters are computed beside the model's own products, in its type, and all stay in memory"
 _ONLY_TEXT = "only text is served"
 _NO_LOCKSTEP_INTERVAL = "instances agree before every step, and prefill waits for nobody"
 _HEADS = "ranks of -tp share heads, not the tokens of a context"
@@ -79,7 +79,7 @@ _IGNORED_SWITCHES = {
     _NO_STATE: (
         "use-replayssm", "enable-mamba-cache-stochastic-rounding", "enable-mamba-shared-prefix-checkpoint",
     ),
-    _NO_LORA: (
+    _LORA: (
         "enable-tower-connector-lora", "specialize-active-lora", "enable-mixed-moe-lora-format",
         "enable-moe-shared-loras",
     ),
@@ -139,10 +139,7 @@ _IGNORED_VALUES = {
         "safetensors-prefetch-block-size", "pt-load-map-location", "ignore-patterns",
         "model-loader-extra-config",
     ),
-    _NO_LORA: (
-        "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-extra-vocab-size",
-        "max-lora-cls-labels",
-    ),
+    _LORA: ("max-cpu-loras", "lora-dtype", "lora-extra-vocab-size", "max-lora-cls-labels"),
     "KV blocks are named by 128 bits of BLAKE2b": ("prefix-caching-hash-algo",),
     "--log-level is for all of it": ("uvicorn-log-level",),
     "heads of requests have limits that do not change": (
@@ -157,7 +154,7 @@ _IGNORED_VALUES = {
 }  # fmt: skip
 
 _REFUSED_SWITCHES = {
-    _MERGE: ("enable-lora", "fully-sharded-loras"),
+    _ADAPTERS: ("fully-sharded-loras",),
     _TEXT: (
         "enable-mm-embeds", "interleave-mm-strings", "mm-encoder-only", "enable-prompt-embeds",
         "trust-request-mm-kwargs",
@@ -190,7 +187,7 @@ _REFUSED_SWITCHES = {
 _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     _WEIGHTS: {"quantization-config": (), "torchao-config": ("",)},
     "--kv-cache-dtype is for all layers: leave it out": {"kv-cache-dtype-skip-layers": ()},
-    _MERGE: {"lora-modules": (), "default-mm-loras": (), "lora-paths": (), "lora-target-modules": ()},
+    _ADAPTERS: {"default-mm-loras": (), "lora-paths": (), "lora-target-modules": ()},
     _NO_OFFLOAD: {"cpu-offload-gb": ("0",), "offload-backend": ("auto",), "offload-group-size": ("0",),
         "offload-params": (), "cpu-offload-params": ()},
     _NO_TRANSFER: {

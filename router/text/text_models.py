@@ -37,7 +37,7 @@ class TextModels:
         served = self._mesh.model
         if served is None:
             raise ApiError(503, "No instance has joined the mesh yet.", headers={"retry-after": "1"})
-        if name and name not in served.names:
+        if name and not served.knows(name):
             raise no_such_model(name)
         return served
 

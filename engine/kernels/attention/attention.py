@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -83,6 +84,8 @@ class Attention:
 
     They lie between queries and keys. Last come the numbers that all keys of a token begin with.
     """
+    modules: tuple[Any, ...] = ()
+    """Linear layers: of queries, keys and values, then the one behind the heads."""
     keeps_latents: bool = False
     """Whether the latents of keys are cached instead of keys and values.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 
+from engine.kernels.adapters.sites import Site
 from engine.kernels.attention.attention import APART, ATTENDED, LATENT, PROJECTED, Attention
 from engine.kernels.attention.latent import Latents
 from engine.kernels.core.operations import CENTRED, NORM_LAST, QUERIES_ONLY, WITHIN, OperationKind
@@ -50,6 +53,7 @@ class PackedAttention:
             self.projection = PackedLatents(attention, attention.latents, packing)
         parts = parts_here(attention.width, packing.ranks if attention.is_partial else 1)
         self.out = packing.packer.panels(attention.out, multiple=32, parts=parts)
+        self.site = packing.site(_site_behind(attention))
 
     def project(self, writer: Writer, into: Rows, kept: KeptNumbers) -> None:
         """Write queries, keys and values."""
@@ -105,7 +109,8 @@ class PackedAttention:
             **shape,
         )
         given = self.projection.values(writer, buffers[ATTENDED])
-        return Product(given, self.out, attention.width, attention.out_bias, attention.is_partial)
+        product = Product(given, self.out, attention.width, attention.out_bias, attention.is_partial)
+        return product._replace(site=self.site)
 
 
 class PackedHeads:
@@ -114,13 +119,16 @@ class PackedHeads:
     def __init__(self, attention: Attention, packing: Packing) -> None:
         self._attention = attention
         self.qkv = packing.packer.panels(*_projections(attention), multiple=32)
+        self.site = packing.site(_site_before(attention))
 
     def project(self, writer: Writer, into: Rows) -> None:
         """Write queries, keys and values."""
         attention = self._attention
+        added = writer.adapted(self.site, into)
         writer.add(
             OperationKind.LINEAR,
             into=writer.rounded(into, self.qkv, writer.hidden),
+            added=added,
             out=writer.buffers[PROJECTED],
             weights=self.qkv,
             more=attention.qkv_bias,
@@ -412,3 +420,25 @@ def _ordered(weight: torch.Tensor, attention: Attention) -> torch.Tensor:
 def _of_each_head(weight: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
     """Chosen outputs of each head of ``dim`` outputs, in the given order."""
     return rows_of(weight, (torch.arange(0, len(weight), dim)[:, None] + places).flatten())
+
+
+def _site_before(attention: Attention) -> Site | None:
+    """Adapters of queries, keys and values; None where other layers give part of them."""
+    *modules, _ = attention.modules or (None,)
+    if not modules or attention.head_gates is not None:
+        return None
+    weights = attention.qkv[: len(modules)] if len(modules) > 1 else attention.qkv
+    firsts = list(accumulate(map(len, weights), initial=0))
+    numbers = [torch.arange(*each) for each in pairwise(firsts)]
+    numbers += numbers[-1:] * (len(attention.qkv) - len(numbers))  # keys that are values, too
+    order = torch.cat(_projections(replace(attention, qkv=tuple(each[:, None] for each in numbers))))[:, 0]
+    sizes = tuple(map(len, weights)) if len(modules) > 1 else (firsts[-1],)
+    is_plain = torch.equal(order, torch.arange(sum(sizes)))
+    return Site(tuple(modules), sizes, weights[0].shape[1], None if is_plain else order)
+
+
+def _site_behind(attention: Attention) -> Site | None:
+    """Adapters of the last product."""
+    if not attention.modules:
+        return None
+    return Site(attention.modules[-1:], (attention.out.shape[0],), attention.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -87,7 +88,7 @@ def attention_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Atte
         if qkv_bias is not None:
             qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
     return replace(
-        _plain_attention(module, shape, seen, out_name, weights),
+        _plain_attention(module, shape, seen, out_name, weights, inward.values()),
         qkv_bias=qkv_bias,
         head_norms=norms,
         wide_norms=seen.turning.wide_norms,
@@ -141,7 +142,12 @@ def _weights_by_kind(
 
 
 def _plain_attention(
-    module: Any, shape: LayerShape, seen: Noted, out_name: str, weights: tuple[torch.Tensor, ...]
+    module: Any,
+    shape: LayerShape,
+    seen: Noted,
+    out_name: str,
+    weights: tuple[torch.Tensor, ...],
+    inward: Iterable[Any] = (),
 ) -> Attention:
     """Attention as seen, without norms, rotation and biases of queries and keys.
 
@@ -153,6 +159,7 @@ def _plain_attention(
         qkv_bias=None,
         out=out.weight,
         out_bias=out.own_bias,
+        modules=(*inward, out.module),
         is_partial=out.is_partial,
         head_norms=None,
         wide_norms=None,

@@ -180,6 +180,7 @@ struct Operation {
     int64_t shared;        // numbers at the beginning of a key that are the same for all heads
     int64_t groups;        // of outputs, each with inputs of its own or the same ones; of the queries of a KV head; 0: one
     int64_t step_in, step_out;  // numbers from one group to the next
+    const float* added;    // [rows, all outputs], added to a product's sums behind the bias, or none
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
                   QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048, ACTIVATED = 4096;
@@ -203,6 +204,11 @@ struct StateFill {
     int64_t position, slot;  // multiples of the grid, rising in a row
 };
 
+// Neighbouring tokens of a step that have the same adapter; number 0: none.
+struct AdapterRun {
+    int64_t adapter, first, count;
+};
+
 struct Step {
     int64_t tokens, selected, num_tasks, table_width, block_size;
     const int64_t* ids;
@@ -224,6 +230,9 @@ struct Step {
     int64_t rows;                // of a model with recurrent states; else 0
     const StateRow* states;      // [rows]
     const StateFill* fills;
+    int64_t num_runs, num_chosen_runs;
+    const AdapterRun* runs;         // of all tokens; none: no token has an adapter
+    const AdapterRun* chosen_runs;  // of the chosen tokens
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

@@ -26,14 +26,15 @@ values; have values that are the end of keys, or gates that are what they open; 
 _OPERATION = np.dtype(
     [(name, np.float64 if name in ("number", "cap") else np.int64) for name in (
         "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d",
-        "cap", "factors", "scales", "codes", "width", "shared", "groups", "step_in", "step_out"
+        "cap", "factors", "scales", "codes", "width", "shared", "groups", "step_in", "step_out", "added"
     )]
 )  # fmt: skip
 _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
         "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
-        "num_chosen_tasks", "chosen_tasks", "draws", "rows", "states", "fills"
+        "num_chosen_tasks", "chosen_tasks", "draws", "rows", "states", "fills", "num_runs", "num_chosen_runs",
+        "runs", "chosen_runs"
     )]
 )  # fmt: skip
 
@@ -77,6 +78,7 @@ class OperationKind(enum.IntEnum):
     SSD_ROWS = 30
     CONV = 31
     DELTA_ROWS = 32
+    ADAPT = 33
 
 
 class RecordedWeights:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from engine.attention.base import Int64s
+from engine.kernels.adapters.sites import ADDED, LOW, Sites
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of
 from engine.kernels.exchange.exchange import ExpertExchange, ExpertShape
@@ -47,6 +49,15 @@ class Needs(NamedTuple):
     """Sizes that all expert layers share; None without any."""
     rounds: bool
     """Whether some weights want rows in 8 bits."""
+    slack: int = 0
+    """Rows behind all others, which products of some of them may read."""
+
+    def with_adapters(self, sites: Sites) -> Needs:
+        """The same beside which adapters add something."""
+        low = Scratch(LOW, sites.low_width, slack=SLACK, is_input=False)
+        added = Scratch(ADDED, sites.outputs, dtype=torch.float32, is_input=False)
+        scratch = {name: replace(each, slack=each.slack + SLACK) for name, each in self.scratch.items()}
+        return self._replace(scratch={**scratch, LOW: low, ADDED: added}, slack=SLACK)
 
     def rows_of(self, scratch: Scratch, room: BufferRoom) -> int:
         """Rows of one kind of scratch, for steps of a size."""
@@ -65,7 +76,9 @@ def num_bytes(needs: Needs, wanted: BufferRoom) -> int:
     """Bytes that :class:`Buffers` take for this, with what experts exchange."""
     room, dtype = BufferRoom().grown(wanted), needs.dtype
     of_stream = dtype.itemsize * pitch_of(needs.hidden, dtype)
-    total = of_stream * (3 * room.own + room.selected) + (4 * needs.vocab + 8) * room.selected
+    total = (
+        of_stream * (3 * room.own + room.selected + 4 * needs.slack) + (4 * needs.vocab + 8) * room.selected
+    )
     for each in needs.scratch.values():
         if each.dtype is None:
             pitch = dtype.itemsize * pitch_of(each.width, dtype)
@@ -88,12 +101,13 @@ class Buffers:
             """[number, pitch]: see :func:`engine.kernels.core.rows.pitch_of`."""
             return arena.zeros((number, pitch_of(width, dtype)), dtype)
 
-        self.stream = rows(room.own, needs.hidden)
+        own, selected = room.own + needs.slack, room.selected + needs.slack
+        self.stream = rows(own, needs.hidden)
         """[tokens, hidden]: what each part of a layer adds to."""
-        self.normed = rows(room.own, needs.hidden)
-        self.branch = rows(room.own, needs.hidden)
+        self.normed = rows(own, needs.hidden)
+        self.branch = rows(own, needs.hidden)
         """Result of a layer's part, if a norm comes before it is added."""
-        self.last = rows(room.selected, needs.hidden)
+        self.last = rows(selected, needs.hidden)
         """The selected rows of the stream."""
         self.logits = arena.zeros((room.selected, needs.vocab), torch.float32)
         """[selected, tokens of this rank]; of no token before the last stage."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from engine.attention.base import LayerShape
+from engine.kernels.adapters.sites import PackedSite, Site, Sites
 from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import UsesScratch
@@ -103,6 +104,12 @@ class Packing(NamedTuple):
     """Tensor-parallel ranks."""
     spread: Any
     """Packs experts that come and go when they are used; None: experts stay."""
+    sites: Sites | None = None
+    """Products beside which adapters add something; None: none does."""
+
+    def site(self, site: Site | None) -> PackedSite | None:
+        """Room for the adapters of a product; None without any."""
+        return None if self.sites is None or site is None else self.sites.packed(site)
 
 
 class PartPlace(NamedTuple):

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from engine.kernels.adapters.sites import PackedSite
 from engine.kernels.products.packing import PackedWeights
 
 Rows: TypeAlias = "torch.Tensor | int"
@@ -26,3 +27,5 @@ class Product(NamedTuple):
     """Logits [rows] in float32, whose sigmoids are factors on the result."""
     factor: float = 1.0
     """Factor on the result."""
+    site: PackedSite | None = None
+    """Adapters that add to it."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.kernels.adapters.sites import ADDED, LOW, PackedSite
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.core.operations import (
@@ -68,6 +69,8 @@ class WriterFacts(NamedTuple):
     """Sums over them in one step."""
     tables: Mapping[Any, torch.Tensor]
     """Rows of each :class:`~engine.kernels.lowering.parts.PositionTable`."""
+    adapts: bool = False
+    """Whether some rows of the step have adapters."""
 
 
 def factor_field(factor: float) -> float:
@@ -191,9 +194,16 @@ class Writer:
     def multiply(self, product: Product, out: torch.Tensor, flags: int = 0, factor: float = 1.0) -> None:
         """Multiply rows by weights; a partial sum is added over all ranks first."""
         parts = parts_here(product.width, self.facts.ranks if product.is_partial else 1)
+        added = self.adapted(product.site, product.into)
         into = self.rounded(product.into, product.weights, product.width)
         factor *= product.factor
-        fields = {"into": into, "weights": product.weights, "n": self.hidden, "k": product.width}
+        fields = {
+            "into": into,
+            "added": added,
+            "weights": product.weights,
+            "n": self.hidden,
+            "k": product.width,
+        }
         to: dict[str, Any] = {"out": out, "number": factor_field(factor), "factors": product.row_factors}
         if product.is_partial:
             area = self.area()
@@ -207,6 +217,17 @@ class Writer:
     def rounded(self, into: Any, weights: PackedWeights | None, width: int) -> Any:
         """Rows for a product: rounded to 8 bits first, if its weights ask for it."""
         return add_rounding(self._list, weights, into, self.buffers.rounded, width, flags=self.rows)
+
+    def adapted(self, site: PackedSite | None, into: Rows) -> torch.Tensor | None:
+        """Write what adapters add to a product; None in a list for rows without any."""
+        if site is None or not self.facts.adapts:
+            return None
+        low, added = self.buffers[LOW], self.buffers[ADDED]
+        inward = {"extra": site.low, "n": site.low_width, "width": site.site.inputs, "flags": self.rows}
+        outward = {"extra": site.high, "n": site.site.outputs, "width": site.low_width}
+        self.add(OperationKind.ADAPT, into=into, out=low, **inward)
+        self.add(OperationKind.ADAPT, into=low, out=added, flags=self.rows | AS_FLOAT, **outward)
+        return added
 
     def area(self) -> Area:
         """Area of the next sum."""

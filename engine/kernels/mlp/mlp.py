@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.kernels.adapters.sites import Site
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import Gives, NotRecognised, with_parts
 from engine.kernels.lowering.parts import Packing, PartPlace
@@ -43,6 +44,8 @@ class Mlp:
     """Factor on what the activation is applied to, of an MLP with a gate."""
     factor: float = 1.0
     """Factor on what it gives."""
+    modules: tuple[Any, ...] = ()
+    """The linear layers: of gate and up, together or apart, then of down."""
 
     sums_per_token = 1
 
@@ -91,6 +94,7 @@ def mlp_of(module: Any) -> Mlp:
         down_bias=down.own_bias,
         gate_factor=float(getattr(module, GATE_FACTOR, 1.0)),
         factor=float(getattr(module, FACTOR, 1.0)),
+        modules=tuple(projections),
     )
 
 
@@ -122,6 +126,14 @@ class PackedMlp:
         )
         """Gate and up, or up alone."""
         self.down = packer.panels(mlp.down, multiple=32, parts=parts_here(mlp.width, ranks))
+        *inward, down = mlp.modules or (None,)
+        (outputs, hidden), width = mlp.up.shape, mlp.width
+        every = outputs * (1 if mlp.gate is None else 2) // max(len(inward), 1)
+        self.sites = (
+            packing.site(Site(tuple(inward), (every,) * len(inward), hidden) if inward else None),
+            packing.site(None if down is None else Site((down,), (mlp.down.shape[0],), width)),
+        )
+        """Adapters of gate and up, and of down."""
 
     def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads."""
@@ -137,9 +149,10 @@ class PackedMlp:
         ``row_factors``: see :class:`~engine.kernels.lowering.product.Product`.
         """
         mlp, middle = self.mlp, writer.buffers[MIDDLE]
+        added = writer.adapted(self.sites[0], into)
         into = writer.rounded(into, self.inward, writer.hidden)
         shape = {"into": into, "out": middle, "n": mlp.width, "k": writer.hidden, "flags": writer.rows}
-        given = {"weights": self.inward, "more": mlp.bias}
+        given = {"weights": self.inward, "more": mlp.bias, "added": added}
         if mlp.gate is not None:
             factor = factor_field(mlp.gate_factor)
             writer.add(OperationKind.GATED, a=mlp.activation.kind, number=factor, **given, **shape)
@@ -147,4 +160,5 @@ class PackedMlp:
             numbers, kind = mlp.activation.numbers, mlp.activation.kind
             writer.add(OperationKind.LINEAR, extra=numbers, c=kind, **given, **shape)
         bias = mlp.down_bias
-        return Product(middle, self.down, mlp.width, bias, mlp.is_partial, row_factors, mlp.factor)
+        partial, site = mlp.is_partial, self.sites[1]
+        return Product(middle, self.down, mlp.width, bias, partial, row_factors, mlp.factor, site)

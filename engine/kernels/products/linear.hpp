@@ -18,7 +18,7 @@ inline Floats added_to(const typename T::Element* there, Floats value, Mask lane
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out: see added_to). b: parts of the inputs, 0 for
 // one; c: the activation, extra: its numbers; number: the factor, 0 for none; width: numbers of a row of out, of which these are part.
-// groups: n outputs for each, with k inputs step_in numbers behind those of the one before, stored step_out numbers behind; n is a
+// added: see Operation. groups: n outputs for each, with k inputs step_in numbers behind those of the one before, stored step_out numbers behind; n is a
 // multiple of 16 then, and of 32 unless step_in is 0. In: what inputs are, Bytes where they were rounded, which parts of rows are not
 template <class T, class In = T>
 void linear(const Operation& op, const Step& step, Work& work) {
@@ -38,6 +38,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
     };
     auto put = [&](void* out, Floats value, Mask lanes, int64_t column, int64_t row) {
         if (bias) value = value + load(bias + column, lanes);
+        if (op.added) value = value + load(op.added + row * out_width + column, lanes);
         if (op.c != LINEAR_ONLY) value = activated(op.c, value, static_cast<const float*>(op.extra));
         if (op.number != 0) value = value * factor;
         if (op.flags & AS_FLOAT) return store(static_cast<float*>(out) + column, value, lanes);
@@ -72,7 +73,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n];
+// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n]; added: [rows, 2, n];
 // number: a factor on the gate before the activation, 0 for none
 template <class T, class In = T>
 void gated(const Operation& op, const Step& step, Work& work) {
@@ -94,7 +95,8 @@ void gated(const Operation& op, const Step& step, Work& work) {
                 products.multiply(static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(op.k), op.k, count, panels_of(panel),
                                   panels_of(then), behind == 0,
                                   {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
-                                   bias ? bias + column : nullptr, bias ? bias + op.n + column : nullptr},
+                                   bias ? bias + column : nullptr, bias ? bias + op.n + column : nullptr,
+                                   op.added ? op.added + first * 2 * op.n + column : nullptr},
                                   room == nullptr ? nullptr : room + (panel - now.begin) * 2 * words);
             }
         });

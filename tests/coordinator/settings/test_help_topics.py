@@ -67,8 +67,9 @@ def test_flags_are_shown_by_name_or_by_a_part_of_it(shown: Shown) -> None:
     assert shown("dp").splitlines()[1].startswith("  -dp int"), (
         "the exact name, not all that have it as a part"
     )
-    assert shown("enable-lora") == (
-        "--enable-lora is not there: there is no LoRA: merge the adapter into the weights and serve the result\n"
+    assert shown("fully-sharded-loras") == (
+        "--fully-sharded-loras is not there: adapters are given by --enable-lora --lora-modules "
+        "NAME=DIRECTORY: leave it out\n"
     )
     assert shown("context-length") == "--context-length is --max-model-len here\n"
 

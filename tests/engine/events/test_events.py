@@ -15,8 +15,11 @@ from engine.core import EngineCore
 from engine.events.messages import AllBlocksCleared, BlockStored
 from engine.events.publisher import EventPublisher
 from engine.events.recording import EventRecorder, name_of
+from engine.messages import Submit
 from engine.model.checkpoint import ModelInfo
-from engine.pieces.pool import PiecePool, hash_block, prefix_names
+from engine.pieces.pool import PiecePool, hash_block, prefix_names, rooted
+from engine.sampling import SamplingParams
+from engine.scheduling.request import from_submit
 from tests.engine.core.test_engine_core import PEER, submit
 from tests.engine.events.follower import Follower
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor
@@ -53,7 +56,7 @@ def test_a_follower_of_a_crowded_cache_has_what_the_engine_has() -> None:
     )
     executor = SimulatedExecutor(block_size=SIZE, budget=32, max_rows=4)
     core = EngineCore(engine, info, executor, num_blocks=20, max_model_len=64)  # type: ignore[arg-type]
-    recorder, publisher = core.sharing.record_events(), EventPublisher(config, 0)
+    recorder, publisher = core.sharing.record_events({}), EventPublisher(config, 0)
     publisher.start()
     chance = random.Random(3)
     prompts = [[chance.randrange(2, 40) for _ in range(30)] for _ in range(4)]
@@ -91,22 +94,25 @@ def test_a_follower_of_a_crowded_cache_has_what_the_engine_has() -> None:
 
 
 def test_blocks_from_elsewhere_are_told_once_their_tokens_are_known() -> None:
-    recorder = EventRecorder(SIZE)
+    recorder = EventRecorder(SIZE, {})
     pool = PiecePool(4, observer=recorder)
     assert recorder.take() == [AllBlocksCleared()]
     tokens = list(range(10))
     hashes = [hash_block(None, tokens[:4])]
     hashes.append(hash_block(hashes[0], tokens[4:8]))
+    wanted = Submit(1, "a", tokens, SamplingParams(), seed=0)
+    request = from_submit(wanted, PEER, arrival=0, eos_ids=(), max_model_len=64)
+    request.hashes_up_to(2, SIZE)
     blocks = pool.take(2)
     assert blocks is not None
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.name(block, block_hash)
     assert recorder.take() == []
     assert recorder.lacks_tokens
-    recorder.tell(hashes, tokens, "", 0, 2)
+    recorder.tell(request, 0, 2)
     names = prefix_names(tokens, SIZE)
     assert recorder.take() == [BlockStored(names, None, tokens[:8], SIZE, None, "GPU", None, group_idx=0)]
-    recorder.tell(hashes, tokens, "", 0, 2)
+    recorder.tell(request, 0, 2)
     assert recorder.take() == []
     pool.unname(hashes[:1])
     pool.unname(hashes[1:])
@@ -175,3 +181,21 @@ def test_ports_that_are_taken_and_foolish_wishes() -> None:
         context.destroy(linger=0)
     finally:
         publisher.close()
+
+
+def test_blocks_of_an_adapter_have_other_names_and_tell_it() -> None:
+    recorder = EventRecorder(SIZE, {"d1": "poet"})
+    pool = PiecePool(4, observer=recorder)
+    tokens, names = list(range(5)), []
+    for adapter in ("", "d1", "d2"):
+        wanted = Submit(1, "a", tokens, SamplingParams(), seed=0, cache_salt="x", adapter=adapter)
+        request = from_submit(wanted, PEER, arrival=0, eos_ids=(), max_model_len=64)
+        (block,) = pool.take(1) or []
+        pool.name(block, request.hashes_up_to(1, SIZE)[0])
+        recorder.tell(request, 0, 1)
+        names.append(name_of(request.hashes[0]))
+        assert prefix_names(tokens, SIZE, rooted("x", adapter)) == names[-1:]
+    stored = [event for event in recorder.take() if isinstance(event, BlockStored)]
+    assert [event.lora_name for event in stored] == [None, "poet", "d2"]
+    assert [event.block_hashes for event in stored] == [[name] for name in names]
+    assert len(set(names)) == 3

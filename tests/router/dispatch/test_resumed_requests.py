@@ -18,6 +18,7 @@ PROMPT = Prompt(
     sample_index=2,
     priority=-4,
     cache_salt="tenant",
+    adapter="5c",
     traceparent="00-1-2-01",
     background=True,
 )

@@ -108,7 +108,7 @@ def test_those_of_newer_versions_are_known(name: str) -> None:
         (["-cc.cudagraph_mode=NONE"], '--compilation-config {"cudagraph_mode": "NONE"} ignored'),
         (["-dcp", "1"], "--decode-context-parallel-size 1 ignored: it is always so"),
         (["--cpu-offload-gb", "0.0"], "--cpu-offload-gb 0 ignored"),
-        (["--no-enable-lora"], "--no-enable-lora ignored: it is always so"),
+        (["--no-fully-sharded-loras"], "--no-fully-sharded-loras ignored: it is always so"),
         (["--enable-dbo"], "--enable-dbo ignored: the scheduler plans its steps by itself"),
     ],
 )
@@ -125,8 +125,8 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
             ["--quantization-config", "{}"],
             "--quantization-config {} is not possible: how a checkpoint is quantised is seen in it",
         ),
-        (["--enable-lora"], "--enable-lora is not possible: there is no LoRA: merge the adapter"),
-        (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d is not possible: there is no LoRA"),
+        (["--fully-sharded-loras"], "--fully-sharded-loras is not possible: adapters are given by"),
+        (["--lora-paths", "a=b", "c=d"], "--lora-paths a=b c=d is not possible: adapters are given"),
         (["-dph"], "--data-parallel-hybrid-lb is not possible: one endpoint serves all instances"),
         (
             ["--cpu-offload-gb", "2"],
@@ -177,7 +177,7 @@ def test_a_model_may_be_named_twice_if_it_is_the_same() -> None:
     ("text", "said"),
     [
         ("swap-space: 4", f"--swap-space 4 ignored: {NO_SWAP}"),
-        ("enable_lora: false", "--no-enable-lora ignored: it is always so"),
+        ("fully_sharded_loras: false", "--no-fully-sharded-loras ignored: it is always so"),
         (
             "limit-mm-per-prompt: {image: 2}",
             '--limit-mm-per-prompt {"image": 2} ignored: only text is served',
@@ -195,8 +195,8 @@ def test_in_a_file_they_are_ignored_likewise(text: str, said: str | None, tmp_pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("enable-lora: true", "--enable-lora is not possible: there is no LoRA"),
-        ("lora-modules: [a=b, c=d]", "--lora-modules a=b c=d is not possible: there is no LoRA"),
+        ("fully-sharded-loras: true", "--fully-sharded-loras is not possible: adapters are given"),
+        ("lora-paths: [a=b, c=d]", "--lora-paths a=b c=d is not possible: adapters are given"),
         ("context_length: 4096", "--context-length is --max-model-len here"),
         ("data-paralel-size: 2", "mesh.yaml; did you mean data-parallel-size?"),
     ],

@@ -1,0 +1,106 @@
+"""Adapters in PEFT's format: their matrices, by the layers of a model.
+
+PEFT itself says which layers of a model an adapter's settings name, and with which rank and scaling: it is
+asked with a model without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator.messages import AdapterSource
+from engine.adapters.adapter_settings import WEIGHTS, AdapterError, settled
+from engine.kernels.adapters.sites import LowRank
+from engine.model.errors import first_line
+
+PREFIX = "base_model.model."
+"""Beginning of each tensor's name, as PEFT saves a wrapped model."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter as its files have it."""
+
+    rank: int
+    """Its highest rank."""
+    parts: Mapping[str, LowRank]
+    """Its matrices by the name of their layer in the model."""
+
+
+def read_adapter(source: AdapterSource, whole: Any, most_rank: int) -> Adapter:
+    """Read an adapter for a model.
+
+    ``whole``: a new model of the class that is served, on the meta device, which is changed.
+    ``most_rank``: the highest rank that there is room for.
+
+    Raises:
+        AdapterError: it has no files, is cut off, is not for this model, or computes something else.
+    """
+    path = Path(settled(source).path)
+    try:
+        import_module("torch.distributed.tensor")  # which PEFT takes for granted, and is loaded late here
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+    except ImportError as error:
+        raise AdapterError(
+            f"adapters are read by the package peft, which cannot be loaded ({first_line(error)}): "
+            f"pip install 'lockstep-mesh[lora]'"
+        ) from error
+    try:
+        settings = LoraConfig.from_pretrained(str(path))
+        inject_adapter_in_model(settings, whole, "lora", low_cpu_mem_usage=True)
+    except Exception as error:  # whatever PEFT finds wrong
+        raise AdapterError(f"{path}: PEFT refuses it for this model: {first_line(error)}") from error
+    layers = {name: layer for name, layer in whole.named_modules() if isinstance(layer, LoraLayer)}
+    tensors = _tensors(path)
+    parts = {name: _part(path, name, layer, tensors) for name, layer in layers.items()}
+    if tensors:
+        raise AdapterError(
+            f"{path} has {len(tensors)} tensors that belong to no layer of this model: {min(tensors)}"
+        )
+    rank = max(len(part.a) for part in parts.values())
+    if rank > most_rank:
+        raise AdapterError(f"{path} has rank {rank}: --max-lora-rank is {most_rank}")
+    return Adapter(rank, parts)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name, without PEFT's prefix."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(path / WEIGHTS)
+    except FileNotFoundError as error:
+        raise AdapterError(f"{path} has no {WEIGHTS}") from error
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path / WEIGHTS} cannot be read: {first_line(error)}") from error
+    return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+
+
+def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -> LowRank:
+    """Matrices of one layer, which are taken out of ``tensors``."""
+    if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+        kind = type(layer.get_base_layer()).__name__
+        raise AdapterError(f"{path} adapts {name}, of type {kind}: only linear layers are served")
+    found = []
+    for matrix in ("lora_A", "lora_B"):
+        tensor = tensors.pop(f"{name}.{matrix}.weight", None)
+        expected = tuple(getattr(layer, matrix)["lora"].weight.shape)
+        if tensor is None:
+            raise AdapterError(f"{path} lacks {matrix} of {name}")
+        if tuple(tensor.shape) != expected:
+            raise AdapterError(
+                f"{path}: {matrix} of {name} is {list(tensor.shape)}, this model needs {list(expected)}: "
+                f"is it an adapter of another model?"
+            )
+        if not tensor.isfinite().all():
+            raise AdapterError(f"{path}: {matrix} of {name} has numbers that are not finite")
+        found.append(tensor)
+    return LowRank(found[0], found[1], float(layer.scaling["lora"]))

@@ -1,0 +1,1 @@
+"""Low-rank adapters beside products: their matrices as they are laid out, and their operation."""

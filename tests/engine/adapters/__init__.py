@@ -1,0 +1,1 @@
+"""Tests of adapters: their files, and what they compute."""

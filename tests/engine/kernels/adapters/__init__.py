@@ -1,0 +1,1 @@
+"""Tests of low-rank adapters beside native products."""

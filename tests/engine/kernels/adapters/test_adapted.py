@@ -1,0 +1,128 @@
+"""Native products with adapters: PEFT's numbers, and bits that no other row changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.messages import AdapterSource
+from engine.adapters.adapter_files import Adapter, read_adapter
+from engine.adapters.adapter_settings import settled
+from engine.config import ModelConfig
+from engine.kernels.adapters.sites import AdapterRoom, runs
+from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
+from engine.kernels.decoder import recognise
+from engine.kernels.program import Program
+from engine.model.checkpoint import read_model_info
+from engine.model.weights import load_model
+from tests.engine.adapters.made_adapters import make_adapter
+from tests.engine.kernels.test_kernels import BLOCK_SIZE, NUM_BLOCKS, packed_rows
+from tests.engine.native_families import make_family
+
+KERNELS = library.load()
+ROOM = AdapterRoom(adapters=3, rank=40)
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no native kernels here")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"rank_pattern": {"q_proj": 40, "down_proj": 2}, "alpha_pattern": {"v_proj": 4}},
+    "gemma2": {"use_rslora": True},
+    "cohere": {},  # pairs side by side: outputs in another order
+    "phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    "olmo2": {"target_modules": ["k_proj", "up_proj"]},
+    "qwen3_moe": {"target_modules": ["q_proj", "o_proj"]},
+}
+
+
+class Served:
+    """A model on native kernels with three adapters, and transformers' model with each of them."""
+
+    def __init__(self, directory: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
+        path = directory / "model"
+        make_family(path, family)
+        self.model = load_model(read_model_info(path), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
+        assert KERNELS is not None
+        decoder = recognise(self.model.module, self.model.layers, self.model.dtype)
+        self.program = Program(KERNELS, decoder, adapters=ROOM)
+        self.program.use(
+            NativeCache(self.model.layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
+        )
+        self.truths = []
+        self.adapters: dict[int, Adapter] = {}
+        for number in range(1, 4):
+            settings = FAMILIES[family]
+            self.truths.append(make_adapter(path, directory / str(number), seed=number, **settings))
+            with torch.device("meta"):
+                whole = type(self.model.module)(self.model.module.config)
+            source = settled(AdapterSource(str(number), str(directory / str(number))))
+            self.adapters[number] = read_adapter(source, whole, ROOM.rank)
+            self.put(number, self.adapters[number])
+
+    def put(self, number: int, adapter: Adapter) -> None:
+        modules = {name: id(module) for name, module in self.model.module.named_modules()}
+        assert self.program.sites is not None
+        assert {modules[name] for name in adapter.parts} <= self.program.sites.modules
+        self.program.sites.put(number, {modules[name]: part for name, part in adapter.parts.items()})
+
+    def logits(self, rows: list[tuple[int, int, int]], adapters: list[int]) -> torch.Tensor:
+        packed, ids = packed_rows(rows)
+        numbers = np.array(adapters) if any(adapters) else None
+        wanted = np.arange(len(ids))
+        return self.program.forward(replace(packed, adapters=numbers), ids, wanted).clone()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp(request.param), request.param)
+
+
+ROWS = [(0, 0, 33), (1, 0, 70), (2, 0, 5), (3, 0, 17)]
+ADAPTERS = [1, 0, 2, 3]
+
+
+def test_rows_have_the_logits_of_their_adapters(served: Served) -> None:
+    found = served.logits(ROWS, ADAPTERS)
+    begin = 0
+    for (request, start, count), number in zip(ROWS, ADAPTERS, strict=True):
+        _, ids = packed_rows([(request, start, count)])
+        truth = served.truths[max(number, 1) - 1]
+        with torch.no_grad():
+            if number == 0:
+                with truth.disable_adapter():
+                    expected = truth(torch.from_numpy(ids)[None]).logits[0]
+            else:
+                expected = truth(torch.from_numpy(ids)[None]).logits[0]
+        torch.testing.assert_close(found[begin : begin + count], expected, rtol=2e-4, atol=2e-4)
+        begin += count
+
+
+def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(served: Served) -> None:
+    together = served.logits(ROWS, ADAPTERS)
+    begin = 0
+    for row, number in zip(ROWS, ADAPTERS, strict=True):
+        alone = served.logits([row], [number])
+        assert torch.equal(alone, together[begin : begin + row[2]])
+        begin += row[2]
+        request, _, count = row
+        in_chunks = torch.cat([served.logits([(request, at, 1)], [number]) for at in range(count)])
+        assert torch.equal(in_chunks, alone)
+
+
+def test_an_adapter_can_be_put_in_the_place_of_another(served: Served) -> None:
+    first, second = (served.logits(ROWS[:1], [number]) for number in (1, 2))
+    assert not torch.equal(first, second)
+    served.put(1, served.adapters[2])
+    assert torch.equal(served.logits(ROWS[:1], [1]), second)
+    served.put(1, served.adapters[1])
+    assert torch.equal(served.logits(ROWS[:1], [1]), first)
+
+
+def test_runs_have_one_adapter_and_few_rows() -> None:
+    found = runs(np.array([2] * 70 + [0, 0, 1, 2]))
+    assert found.tolist() == [(2, 0, 64), (2, 64, 6), (0, 70, 2), (1, 72, 1), (2, 73, 1)]

@@ -1,0 +1,149 @@
+"""A mesh with low-rank adapters: PEFT's tokens on all instances, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from engine.config import SHIPPED_MODEL
+from engine.kernels.core import library
+from tests.engine.adapters.made_adapters import make_adapter
+from tests.engine.states.models import make_servable_model
+from tests.mesh.harness import Command, Ports, serve, wait_until
+
+pytestmark = [
+    pytest.mark.mesh,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
+]
+
+NAMES = ("one", "two", "three")
+TOKENS = 120
+
+
+class Adapted:
+    """A tiny model, three adapters, and what transformers and PEFT generate with each."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = make_servable_model(directory / "model", "llama")
+        self.places = {name: directory / name for name in NAMES}
+        self.adapted = {
+            name: make_adapter(self.model, place, seed=number)
+            for number, (name, place) in enumerate(self.places.items())
+        }
+
+    def truth(self, name: str, prompt: list[int], tokens: int) -> list[int]:
+        model = self.adapted[name or "one"]
+        given = {"input_ids": torch.tensor([prompt]), "max_new_tokens": tokens, "do_sample": False}
+        given |= {"eos_token_id": None, "pad_token_id": 2}
+        torch.set_num_threads(1)
+        if name:
+            found = model.generate(**given)
+        else:
+            with model.disable_adapter():
+                found = model.generate(**given)
+        ids: list[int] = found[0, len(prompt) :].tolist()
+        return ids
+
+    def serve(self, log: Path, ports: Ports, *flags: str) -> Command:
+        adapters = [f"{name}={place}" for name, place in self.places.items()]
+        lora = ["--enable-lora", "--max-loras", "2", "--lora-modules", *adapters]
+        common = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "16"]
+        named = ["--served-model-name", SHIPPED_MODEL]
+        return serve(log, str(self.model), *ports.head(), *common, *named, *lora, *flags)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapted"))
+
+
+def prompts() -> list[tuple[str, list[int]]]:
+    """The same prompts for each adapter and the model, so that all would share blocks."""
+    shared = [[4 + (31 * each + 7 * index) % 300 for index in range(40)] for each in range(3)]
+    return [(name, prompt) for prompt in shared for name in (*NAMES, "")]
+
+
+async def stream(ports: Ports, name: str, prompt: list[int], tokens: int) -> list[int]:
+    body: dict[str, Any] = {"model": name or SHIPPED_MODEL, "prompt": prompt, "max_tokens": tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    ids: list[int] = []
+    asked = {"url": f"{ports.url}/v1/completions", "json": body, "raise_for_status": True}
+    async with aiohttp.ClientSession() as http, http.post(**asked) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                ids += chunk["choices"][0]["token_ids"] if chunk["choices"] else []
+    return ids
+
+
+async def all_streams(ports: Ports, act: Callable[[], object] | None = None) -> list[list[int]]:
+    tasks = [asyncio.create_task(stream(ports, *each, TOKENS)) for each in prompts()]
+    if act is not None:
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(act)
+    return await asyncio.gather(*tasks)
+
+
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(DRAFTS, marks=pytest.mark.nightly)])
+def test_answers_are_their_adapters_when_an_instance_dies(
+    flags: tuple[str, ...], adapted: Adapted, tmp_path: Path
+) -> None:
+    ports = Ports()
+    with adapted.serve(tmp_path / "log", ports, "-dp", "2", *flags) as command:
+        command.wait_for("2 instances ready")
+        expected = [adapted.truth(name, prompt, TOKENS) for name, prompt in prompts()]
+        assert len({tuple(each) for each in expected}) == len(expected)
+        assert asyncio.run(all_streams(ports)) == expected
+        assert asyncio.run(all_streams(ports, command.child("Engine_1").kill)) == expected
+        wait_until(lambda: "2 instances ready" in command.log or len(ports.view().members) == 2, 60)
+        assert asyncio.run(all_streams(ports)) == expected
+        assert "Traceback" not in command.log
+        command.stop()
+
+
+def test_adapters_are_models_with_a_parent(adapted: Adapted, tmp_path: Path) -> None:
+    ports = Ports()
+    with adapted.serve(tmp_path / "log", ports, "-dp", "1") as command:
+        command.wait_for("1 instance ready")
+        cards = asyncio.run(answer_of(ports, "/v1/models"))["data"]
+        assert {card["id"]: card["parent"] for card in cards} == {
+            SHIPPED_MODEL: None,
+            **dict.fromkeys(NAMES, SHIPPED_MODEL),
+        }
+        prints = [
+            asyncio.run(answer_of(ports, "/v1/completions", model=name))["system_fingerprint"]
+            for name in (SHIPPED_MODEL, "one", "two")
+        ]
+        assert [each.startswith(prints[0]) for each in prints] == [True] * 3
+        assert len(set(prints)) == 3
+        missing = asyncio.run(answer_of(ports, "/v1/completions", model="four"))
+        assert missing["error"]["code"] == 404
+        assert command.stop() == 0
+
+
+async def answer_of(ports: Ports, path: str, **body: Any) -> Any:
+    body |= {"prompt": [5, 6, 7], "max_tokens": 3} if body else {}
+    async with aiohttp.ClientSession() as http:
+        send = http.post(f"{ports.url}{path}", json=body) if body else http.get(f"{ports.url}{path}")
+        async with send as answer:
+            return await answer.json()
+
+
+def test_an_adapter_that_cannot_be_served_ends_the_start(adapted: Adapted, tmp_path: Path) -> None:
+    ports = Ports()
+    with adapted.serve(tmp_path / "log", ports, "-dp", "1", "--max-lora-rank", "4") as command:
+        assert command.end() != 0
+        assert "has rank 8: --max-lora-rank is 4" in command.log
+        assert "Traceback" not in command.log
