@@ -1,10 +1,11 @@
-"""Kernels for ARM64, cross-compiled, have the bits of those for AVX2.
+"""Cross-compiled code for ARM64: bits of kernels, and instructions that order memory.
 
-Both print digests of what they make of the same made-up numbers.
+Kernels for ARM64 and for AVX2 print equal digests of what they make of the same made-up numbers.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -61,3 +62,18 @@ def test_neon_has_the_bits_of_avx2(tmp_path: Path) -> None:
 
 def test_all_kernels_compile_for_arm64() -> None:
     compile_with(CROSS, "-march=armv8-a", "-fsyntax-only", str(library.SOURCE.path))
+
+
+def test_collectives_publish_and_wait_by_ordered_instructions(tmp_path: Path) -> None:
+    written = tmp_path / "collectives.s"
+    compile_with(
+        CROSS, "-march=armv8-a", "-O3", "-S", str(compiler.INCLUDE / "collectives.cpp"), "-o", str(written)
+    )
+    functions = re.findall(r"^(lockstep_\w+):\n(.*?)^\t\.size", written.read_text(), re.MULTILINE | re.DOTALL)
+    used = {
+        name: set(re.findall(r"^\t(dmb\tish|stlr|ldar)\b", body, re.MULTILINE)) for name, body in functions
+    }
+    assert used["lockstep_fence"] == {"dmb\tish"}
+    assert "ldar" in set().union(*used.values())
+    for name in ("send", "receive", "broadcast", "all_gather_ints", "all_gather_view", "all_to_all_views"):
+        assert "stlr" in used[f"lockstep_{name}"], name

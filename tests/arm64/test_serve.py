@@ -104,6 +104,7 @@ def test_an_arm64_mesh_answers_as_one_with_avx2(
     log = tmp_path / "log"
     found = answers(machine.command(["-c", SERVE, "-dp", instances]), {}, log)
     assert "native kernels: on, with NEON" in log.read_text()
+    assert ("2 instances in lockstep over shared_memory" in log.read_text()) == (instances == "2")
     assert [each["text"] for each in found] == [each["text"] for each in of_avx2] == [GREEDY, DRAWN]
     for mine, expected in zip(found, of_avx2, strict=True):
         assert mine["logprobs"]["token_logprobs"] == pytest.approx(
