@@ -21,7 +21,7 @@ class DayWindow:
         return f"<DayWindow of {len(self._totals)} totals>"
 
     def count(self, total: int, now: float) -> int:
-        """The part of the total that was counted in the last day; ``now`` in seconds of one clock."""
+        """The part that was counted in the last day; ``now`` in seconds."""
         if not self._totals or now - self._totals[-1][0] >= GRAIN:
             self._totals.append((now, total))
         while len(self._totals) > 1 and self._totals[1][0] <= now - DAY:
