@@ -170,7 +170,8 @@ constexpr auto add_products_of(std::integer_sequence<int, BEFORE...>) { return s
 constexpr int64_t MOST_WIDE = 3;                 // rows that go through two panels at once
 constexpr int64_t SWEPT_ROWS = 4 * MAX_ROWS;     // whose sums are kept before they are handed on
 constexpr int64_t MOST_ASKING = 4;               // groups of rows that ask for panels which come next
-constexpr int64_t AHEAD_IN_PANEL = 8 << 10;      // bytes, where one group asks for what it goes through itself
+constexpr int64_t MOST_NEXT = 256 << 10;         // bytes of the next two panels, a part of the second cache, that one group asks for
+constexpr int64_t AHEAD_IN_PANEL = 8 << 10;      // bytes, where it asks for what it goes through itself
 
 // How panels that come from memory are asked for.
 struct AskedFor {
@@ -179,8 +180,9 @@ struct AskedFor {
     int64_t number, size;                        // of the first group of rows, and of all
 };
 
-// The products of up to SWEPT_ROWS rows, `pitch` bytes apart, with two panels: added up from 0 on. One group of rows asks for memory as
-// it reads it. Of more groups each asks for a part of the panels that come next, so that memory and products have work all the time.
+// The products of up to SWEPT_ROWS rows, `pitch` bytes apart, with two panels: added up from 0 on. Groups of rows ask for the panels that
+// come next, each for a part of them, so that memory and products have work all the time. One group of float32 asks for its own panel, or
+// for nothing where it has up to three rows: they go through it as fast as it comes by itself.
 template <class T>
 void multiply_sweep(Floats (*sums)[2], int64_t rows, const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch, int64_t steps,
                     AskedFor wanted) {
@@ -188,14 +190,15 @@ void multiply_sweep(Floats (*sums)[2], int64_t rows, const uint32_t* a, const ui
     static constexpr std::array OF{add_products_of<T, false>(COUNTS), add_products_of<T, true>(COUNTS)};
     const int64_t groups = (rows + MAX_ROWS - 1) / MAX_ROWS, asking = std::min(wanted.size, MOST_ASKING), line = 4 * LANES;
     const int64_t second = reinterpret_cast<const char*>(b) - reinterpret_cast<const char*>(a);
+    const bool asks_in_panel = asking == 1 && (T::PACK == 1 || 2 * steps * line > MOST_NEXT);
     for (int64_t row = 0; row < rows; ++row) sums[row][0] = sums[row][1] = filled(0.f);
     for (int panel = 0; panel < 2; ++panel) {
         auto* weights = reinterpret_cast<const char*>(panel == 0 ? a : b);
         for (int64_t group = 0; group < groups; ++group) {
             const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first, number = wanted.number + group;
             if (panel == 1 && count <= MOST_WIDE) continue;
-            const bool asks = wanted.is_cold && number < asking && (count > MOST_WIDE || (count == MOST_WIDE && T::PACK == 2));
-            const char* asked = asking == 1 ? weights + AHEAD_IN_PANEL : (panel == 0 ? wanted.one : wanted.two) + number * steps * line / asking;
+            const bool asks = wanted.is_cold && number < asking && (T::PACK == 2 || count > MOST_WIDE);
+            const char* asked = asks_in_panel ? weights + AHEAD_IN_PANEL : (panel == 0 ? wanted.one : wanted.two) + number * steps * line / asking;
             OF[asks][size_t(count) - 1](sums[first] + panel, weights, second, in + first * pitch, pitch, steps, asked, line / asking);
         }
     }

@@ -24,7 +24,7 @@ LARGEST = {"int8": 127.0, "int4": 7.5}
 """Code of the largest number, for the first scale that is tried."""
 RANGES = {"int8": (-127, 127), "int4": (-8, 7)}
 SCALE_BITS = {"int8": 8, "int4": 5}
-"""Significant bits of scales: those of bfloat16, or what codes of 4 bits leave of them.
+"""Significant bits of scales: those of bfloat16, or what codes of 4 bits leave.
 
 Products of such scales and codes are bfloat16, so that kernels without AVX-512 have nothing to round.
 """
