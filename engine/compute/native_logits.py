@@ -40,7 +40,7 @@ class NativeLogits:
 
     def draw(self, shaped: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         """See :class:`.LogitsBackend`."""
-        how = kernels.draws([kernels.draw_of(row.params, row.seed) for row in rows])
+        how = kernels.draws(_draws_of(rows))
         lines = shaped.float().contiguous()
         return torch.from_numpy(kernels.draw(self._library, lines, how, _positions(rows)))
 
@@ -60,6 +60,18 @@ class NativeLogits:
         lines = logits.float().contiguous()
         num_top = min(num_top, logits.shape[1])
         return torch.from_numpy(kernels.logprobs(self._library, lines, targets.numpy(), num_top))
+
+
+def _draws_of(rows: Sequence[SampleRow]) -> list[bytes]:
+    """Parameters of each row; rows of one request are neighbours, and share theirs."""
+    found: list[bytes] = []
+    last, made = None, b""
+    for row in rows:
+        if last is None or row.params is not last.params or row.seed != last.seed:
+            made = kernels.draw_of(row.params, row.seed)
+        found.append(made)
+        last = row
+    return found
 
 
 def _positions(rows: Sequence[SampleRow]) -> Int64s:

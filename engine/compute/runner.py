@@ -361,7 +361,9 @@ class ModelRunner:
         chosen_rows = upload(np.array(with_logprobs, dtype=np.int64), device)
         parts = []
         if with_logprobs:
-            lines, own = logits.index_select(0, chosen_rows), chosen.index_select(0, chosen_rows)
+            lines, own = logits[:num_sampled], chosen
+            if len(with_logprobs) < num_sampled:
+                lines, own = logits.index_select(0, chosen_rows), chosen.index_select(0, chosen_rows)
             parts.append(self._sampler.logprob_table(lines, own, num_top))
         if targets:
             expected = upload(np.concatenate(targets), device)

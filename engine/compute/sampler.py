@@ -238,14 +238,14 @@ def _repeated(rows: Sequence[int], found: Sequence[Sized], device: torch.device)
     return upload(np.repeat(np.asarray(rows, dtype=np.int64), [len(each) for each in found]), device)
 
 
-def read_logprobs(line: npt.NDArray[np.float64], num_top: int) -> TokenLogprobs:
+def read_logprobs(line: Sequence[float], num_top: int) -> TokenLogprobs:
     """Log-probabilities from one line of the table, with the ``num_top`` best."""
     made = (len(line) - 3) // 2
     wanted = min(num_top, made)
     return TokenLogprobs(
         token_id=int(line[0]),
-        logprob=float(line[1]),
+        logprob=line[1],
         rank=int(line[2]),
         top_ids=[int(token) for token in line[3 : 3 + wanted]],
-        top_logprobs=line[3 + made : 3 + made + wanted].tolist(),
+        top_logprobs=list(line[3 + made : 3 + made + wanted]),
     )

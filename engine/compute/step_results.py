@@ -28,7 +28,7 @@ def result_with_logprobs(
     """
     num_sampled = len(wanted.sampled)
     tokens = [int(token) for token in fetched[:num_sampled]]
-    lines = fetched[num_sampled:].reshape(shape)
+    lines = fetched[num_sampled:].reshape(shape).tolist()
     logprobs = {}
     for line, index in zip(lines, with_logprobs, strict=False):
         logprobs[index] = read_logprobs(line, held[wanted.sampled[index]].admit.params.logprobs or 0)

@@ -28,6 +28,10 @@ class ClassSettings(msgspec.Struct, frozen=True):
     quantization: OnlineName | None = None
     batch_invariant: bool = False
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.kv_cache_dtype != "auto" or self.quantization is not None
+
     def __str__(self) -> str:
         words = [f"--kv-cache-dtype {self.kv_cache_dtype}"] * (self.kv_cache_dtype != "auto")
         words += [f"--quantization {self.quantization}"] * (self.quantization is not None)

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from engine.config.speculation import SpeculativeConfig
 from engine.scheduling.speculation import Drafter, Speculation, Text
 
-LONGEST = 256
-"""Most tokens of a draft: each needs a row of logits."""
+LONGEST = 1024
+"""Most tokens of a draft."""
+MOST_LOGITS = 1 << 25
+"""Most logits of a draft, each 4 bytes: its tokens times the vocabulary."""
 SHORTEST = 4
 """Tokens of the draft after a refused one.
 
@@ -26,11 +28,12 @@ FORECAST = SpeculativeConfig()
 class RecordedDrafter(Drafter):
     """Drafts of one request: what was recorded at the same positions."""
 
-    def __init__(self, num_prompt: int, answer: Sequence[int]) -> None:
+    def __init__(self, num_prompt: int, answer: Sequence[int], most: int) -> None:
+        """``most``: tokens of the longest draft."""
         super().__init__(FORECAST, 1.0)
         self._num_prompt = num_prompt
         self._answer = answer
-        self._longest = LONGEST
+        self._most = self._longest = most
 
     def __repr__(self) -> str:
         return f"<RecordedDrafter of {len(self._answer)} tokens>"
@@ -42,14 +45,15 @@ class RecordedDrafter(Drafter):
 
     def accepted(self, drafted: int, accepted: int) -> None:
         """Take in how many tokens of the last draft equal those that were drawn."""
-        self._longest = min(LONGEST, 2 * self._longest) if accepted == drafted else SHORTEST
+        self._longest = min(self._most, 2 * self._longest) if accepted == drafted else SHORTEST
 
 
 class RecordedDrafts(Speculation):
     """Drafter of an engine whose requests all have a recorded answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
         super().__init__(FORECAST)
+        self._most = max(SHORTEST, min(LONGEST, MOST_LOGITS // vocab_size))
         self._next: tuple[int, Sequence[int]] = (0, ())
 
     def __repr__(self) -> str:
@@ -60,7 +64,7 @@ class RecordedDrafts(Speculation):
         self._next = num_prompt, answer
 
     def drafter(self) -> Drafter:
-        return RecordedDrafter(*self._next)
+        return RecordedDrafter(*self._next, self._most)
 
     def draft(self, texts: Sequence[Text], rows: int, room: int) -> list[list[int]]:
         drafts = []

@@ -60,7 +60,7 @@ class Scorer:
         self.directory = info.directory
         self.vocab_size = settings.vocab_size
         self.max_model_len = size.max_model_len
-        self._drafts = RecordedDrafts()
+        self._drafts = RecordedDrafts(settings.vocab_size)
         boundaries = [BoundarySlots(kind, size.num_boundaries) for kind in facts.boundaries]
         is_native = all(each.kernels != TORCH for each in self._executor.arithmetic())
         self._core = EngineCore(
