@@ -20,6 +20,7 @@ from router.capsule import (
     CapsuleSample,
     written,
 )
+from router.mesh import Prompt
 from router.signing.keys import CapsuleKey
 from router.text.output_stream import OutputStream
 from router.text.text_model import TextModel
@@ -85,15 +86,20 @@ def _prompt(samples: Sequence[OutputStream], params: SamplingParams) -> CapsuleP
     asked = samples[0].prompt
     return CapsulePrompt(
         prompt_ids=tuple(asked.prompt_ids),
-        params=msgspec.structs.replace(
-            asked.params,
-            stop=params.stop,
-            max_tokens=0 if params.max_tokens == 0 else asked.params.max_tokens,
-            logprobs=None,
-            prompt_logprobs=None,
-        ),
+        params=asked_params(asked, params),
         seed=str(asked.seed),
         samples=tuple(_sample(sample) for sample in samples),
+    )
+
+
+def asked_params(asked: Prompt, params: SamplingParams) -> SamplingParams:
+    """Parameters of a prompt in its capsule; ``params``: those of the request."""
+    return msgspec.structs.replace(
+        asked.params,
+        stop=params.stop,
+        max_tokens=0 if params.max_tokens == 0 else asked.params.max_tokens,
+        logprobs=None,
+        prompt_logprobs=None,
     )
 
 

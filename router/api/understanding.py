@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -20,7 +21,7 @@ from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel
-from router.text.text_models import TextModels, no_such_model
+from router.text.text_models import no_such_model
 from router.turns.grammar_check import GrammarCheck
 from router.turns.tool_parsers.base import Tools
 from router.turns.turn_format import TurnFormat, writes_harmony
@@ -28,6 +29,12 @@ from router.turns.turn_format import TurnFormat, writes_harmony
 Wanted = ChatRequest | CompletionRequest
 Read = Callable[[ServedModel], Wanted]
 """Reads a request's body; what it asks for may depend on the model."""
+
+
+class TextSide(Protocol):
+    """What :class:`.TextModels` does."""
+
+    async def get(self, name: str | None) -> TextModel: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Understood:
 class Understanding:
     """Second stage of all requests to the mesh's model."""
 
-    def __init__(self, models: TextModels, config: HttpConfig) -> None:
+    def __init__(self, models: TextSide, config: HttpConfig) -> None:
         self._models = models
         self._config = config
         self._grammars = GrammarCheck()

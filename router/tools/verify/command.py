@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
@@ -28,9 +29,10 @@ from router.config import HttpConfig
 from router.errors import one_line
 from router.mesh import ServedModel
 from router.signing.keys import PublicKeys, signature_problem
-from router.text.text_model import load_text_model
+from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import TokenizerError
-from router.tools.replay.saved import MOST_CHARACTERS, Files, Saved, read_files
+from router.tools.replay.saved import MOST_CHARACTERS, Files, Saved, line_of, read_files
+from router.tools.verify.requests import SentRequests
 from router.tools.verify.run import ScorerWish, Verification, printed
 from router.tools.verify.samples import Computes
 from router.tools.verify.verdict import VerifyStatus
@@ -92,6 +94,25 @@ class VerifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_remote_code: Annotated[
         bool, flag(help="Run the checkpoint's model code where transformers has none for its family.")
     ] = False
+    requests: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="File with the bodies of the requests as they were sent, one a line: each capsule must be "
+            "of one of them, with the prompt and the parameters that it asks for.",
+        ),
+    ] = None
+    serve: Annotated[
+        str,
+        flag(
+            help="Flags of serve that prompts and parameters depend on, such as '--reasoning-parser qwen3'; "
+            "for --requests."
+        ),
+    ] = ""
+    unquantized: Annotated[
+        bool,
+        flag(help="Accept no answer of weights or a KV cache that the server quantised by a flag."),
+    ] = False
     explain: Annotated[
         bool,
         flag(
@@ -105,7 +126,8 @@ class VerifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("give the FILES with the answers to verify, or - for standard input")
         if self.model is None:
             raise ValueError("give --model: the directory of the checkpoint to compute with")
-
+        if self.serve and self.requests is None:
+            raise ValueError("--serve is for --requests: give the file with the requests, too")
         if self.numerics not in KERNELS:
             raise ValueError(f"--numerics must be one of {', '.join(KERNELS)}, not {self.numerics!r}")
 
@@ -167,9 +189,20 @@ def main(argv: list[str] | None = None) -> int:
         statuses += [VerifyStatus.SIGNATURE] * len(unsigned)
         for problem in unsigned:
             _complain(problem)
+    try:
+        bodies = None if config.requests is None else Path(config.requests).read_bytes().splitlines()
+    except OSError as error:
+        _complain(f"--requests {config.requests} cannot be read: {error.strerror or error}")
+        return VerifyStatus.USAGE
     if found:
         try:
-            for verdict in verification(config).verify(found):
+            checks = verification(config)
+            if bodies is not None:
+                found, others = answering(found, sent_requests(config, checks.model, bodies))
+                statuses += [VerifyStatus.REQUEST] * len(others)
+                for problem in others:
+                    _complain(problem)
+            for verdict in checks.verify(found):
                 statuses.append(verdict.status)
                 print(*printed(verdict), sep="\n", flush=True)
         except (CheckpointError, TokenizerError) as error:
@@ -199,6 +232,21 @@ def signed(found: list[Saved], file: str) -> tuple[list[Saved], list[str]]:
     return good, problems
 
 
+def sent_requests(config: VerifyConfig, model: TextModel, bodies: Sequence[bytes]) -> SentRequests:
+    """Requests with these bodies, read as a server with the flags of ``--serve`` does."""
+    served_with = parse(HttpConfig, shlex.split(config.serve), prog=f"{PROG} --serve", description="")
+    model = load_text_model(model.served, msgspec.structs.replace(served_with, tokenizer=config.tokenizer))
+    return SentRequests(bodies, model, served_with)
+
+
+def answering(found: list[Saved], sent: SentRequests) -> tuple[list[Saved], list[str]]:
+    """Capsules that answer requests as they were sent, and why the others do not."""
+    problems = sent.problems([each.capsule for each in found])
+    good = [saved for saved, problem in zip(found, problems, strict=True) if problem is None]
+    bad = [line_of(saved, problem) for saved, problem in zip(found, problems, strict=True) if problem]
+    return good, bad
+
+
 def verification(config: VerifyConfig) -> Verification:
     """The checks that the flags ask for.
 
@@ -223,7 +271,14 @@ def verification(config: VerifyConfig) -> Verification:
         with Scorer(config.engine(wish), threads) as scorer:
             yield scorer
 
-    return Verification(opens, model, model_of(model), weight_format(info.directory), explains=config.explain)
+    return Verification(
+        opens,
+        model,
+        model_of(model),
+        weight_format(info.directory),
+        explains=config.explain,
+        only_plain=config.unquantized,
+    )
 
 
 def exit_status(statuses: list[VerifyStatus]) -> VerifyStatus:

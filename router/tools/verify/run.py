@@ -43,14 +43,27 @@ class Verification:
     """Second computation of capsules, class by class, and its verdicts."""
 
     def __init__(
-        self, opens: Opens, model: TextModel, known: CapsuleModel, weight_format: str, *, explains: bool
+        self,
+        opens: Opens,
+        model: TextModel,
+        known: CapsuleModel,
+        weight_format: str,
+        *,
+        explains: bool,
+        only_plain: bool = False,
     ) -> None:
-        """``known``: the given checkpoint; ``explains``: read it with other settings for an explanation."""
+        """``known``: the given checkpoint; ``explains``: read it with other settings for an explanation.
+
+        ``only_plain``: no answer may be of weights or a cache that were quantised while they were read.
+        """
         self._opens = opens
-        self._model = model
+        self.model = model
         self._known = known
         self._weight_format = weight_format
         self._explains = explains
+        self._only_plain = only_plain
+        self._settings: dict[str, ClassSettings] = {}
+        """By name of a class: settings that it was found to have."""
         self._others: dict[int, str] = {}
         """By id of a job: what it was drawn with, as words."""
 
@@ -92,6 +105,7 @@ class Verification:
             if settings is None:
                 self._draw(scorer, jobs)
         if settings is not None:
+            self._settings[wanted.fingerprint] = settings
             wish = msgspec.structs.replace(wish, settings=settings)
             with self._opens(wish) as scorer:
                 computed = scorer.numerics
@@ -108,7 +122,7 @@ class Verification:
         return settings_of(scorer.facts, wanted.fingerprint, self._weight_format)
 
     def _draw(self, scorer: Computes, jobs: Sequence[SampleCheck]) -> None:
-        draw_again(scorer, jobs, self._model)
+        draw_again(scorer, jobs, self.model)
         different = [job for job in jobs if job.redraw is not None and not job.is_equal]
         score(scorer, different)
         for job in different:
@@ -118,7 +132,7 @@ class Verification:
     def _try_samplers(self, scorer: Computes, job: SampleCheck) -> None:
         for words, params in other_samplers(job.prompt.params):
             other = SampleCheck(job.saved, job.prompt, job.sample)
-            draw_again(scorer, [other], self._model, params)
+            draw_again(scorer, [other], self.model, params)
             if other.is_equal:
                 self._others[id(job)] = f"it is what the model gives {words}"
                 return
@@ -135,7 +149,7 @@ class Verification:
                 continue
             with self._opens(msgspec.structs.replace(wish, settings=settings)) as scorer:
                 others = [SampleCheck(job.saved, job.prompt, job.sample) for job in left]
-                draw_again(scorer, others, self._model)
+                draw_again(scorer, others, self.model)
             for job, other in zip(left, others, strict=True):
                 if other.is_equal:
                     self._others[id(job)] = (
@@ -161,7 +175,10 @@ class Verification:
                 lines.append(self._difference(job) + self._why(job, computed))
                 statuses.append(self._status(job, computed))
         if not lines:
-            return CapsuleVerdict(saved, VerifyStatus.EQUAL, (self._equal(saved, jobs, here),))
+            found = [self._settings.get(job.numerics.fingerprint) for job in jobs]
+            is_quantised = any(each is not None and each.is_quantised for each in found)
+            status = VerifyStatus.QUANTIZED if self._only_plain and is_quantised else VerifyStatus.EQUAL
+            return CapsuleVerdict(saved, status, (self._equal(saved, jobs, here),))
         return CapsuleVerdict(saved, statuses[0], tuple(lines))
 
     def _status(self, job: SampleCheck, computed: Numerics) -> VerifyStatus:
@@ -245,6 +262,9 @@ class Verification:
         classes = ", ".join(dict.fromkeys(str(job.numerics) for job in jobs)) or "no class"
         samples = f"{len(jobs)} sample{'s' * (len(jobs) != 1)}"
         words = f"equal, {samples}, {num_tokens} tokens, {classes}"
+        used = dict.fromkeys(job.numerics.fingerprint for job in jobs)
+        settings = {self._settings[name] for name in used if name in self._settings}
+        words += "".join(f", with {each}" for each in settings if each != ClassSettings())
         if any(job.sample.result.logprobs is None for job in jobs):
             words += "; tokens alone, as it has no log-probabilities"
         if compared < num_tokens:
@@ -257,7 +277,7 @@ class Verification:
         return words
 
     def _text(self, token_id: int) -> str:
-        return repr(self._model.tokenizer.decode([token_id]))
+        return repr(self.model.tokenizer.decode([token_id]))
 
 
 def printed(verdict: CapsuleVerdict) -> list[str]:

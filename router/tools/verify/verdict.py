@@ -44,6 +44,10 @@ class VerifyStatus(enum.IntEnum):
     """It names another checkpoint than the given one, and differs."""
     UNUSABLE = 19
     """Its parameters are none that a request can have."""
+    REQUEST = 20
+    """It answers another request than was sent: another prompt, other parameters."""
+    QUANTIZED = 21
+    """Equal, but with weights or a cache quantised, where none may be."""
 
 
 class Cause(enum.Enum):

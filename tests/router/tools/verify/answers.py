@@ -63,13 +63,17 @@ class Server:
         params: SamplingParams,
         *,
         text: str = PROMPT,
+        ids: list[int] | None = None,
         samples: int = 1,
         seed: int = 7,
         claimed: Numerics | None = None,
     ) -> Capsule:
-        """The capsule of an answer, drawn token by token; ``claimed``: the class that it names."""
+        """The capsule of an answer, drawn token by token; ``claimed``: the class that it names.
+
+        ``ids``: tokens of the prompt in place of its text.
+        """
         numerics = claimed or self.numerics
-        ids = self.text.tokenizer.encode(text, add_special_tokens=True)
+        ids = ids or self.text.tokenizer.encode(text, add_special_tokens=True)
         streams, wanted = [], []
         for index in range(samples):
             request = ReplayRequest(

@@ -125,7 +125,12 @@ QUANTISED: dict[str, Callable[[], Lie]] = {make.__name__: make for make in (cach
 
 
 def tuned(directory: Path) -> Server:
-    """Server of a fine-tune: the same model, but for a little of one layer."""
+    """Server of a fine-tune."""
+    return Server(tuned_copy(directory))
+
+
+def tuned_copy(directory: Path) -> Path:
+    """A fine-tune in a new directory: the same model, but for a little of one layer."""
     directory.mkdir()
     for path in DIRECTORY.iterdir():
         (directory / path.name).symlink_to(path)
@@ -136,4 +141,4 @@ def tuned(directory: Path) -> Server:
     tensors[name] = (tensors[name].float() + 0.02 * noise).to(tensors[name].dtype)
     file.unlink()
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
-    return Server(directory)
+    return directory
