@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Benchmark of ``lockstep verify``: an answer drawn again, in prefills of prompt and answer.
 
-    python examples/benchmarks/bench_verify.py
-    python examples/benchmarks/bench_verify.py --model DIR --prompt 500 --answer 1000 --threads 2 --most 1.3
+    python examples/benchmarks/prompts/bench_verify.py
+    python examples/benchmarks/prompts/bench_verify.py --model DIR --prompt 500 --answer 1000 --most 1.3
 
 ``prefill`` computes prompt and answer as one prompt, with logits of its last token alone. ``scores`` does the
 same with the log-probability of each token. ``verify`` draws the answer again from its recorded tokens, with
@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.messages import Delta, Submit
