@@ -23,40 +23,11 @@ NEEDED = ("debootstrap", "dpkg-deb", "apt-get", "unshare", "aarch64-linux-gnu-g+
 PACKAGES = "python3,python3-venv,libgomp1"
 TORCH = "torch==2.9.1"
 """The newest release whose wheel for ARM64 is one for CPUs alone."""
-WHEELS = (
-    *(
-        "blake3",
-        "httptools",
-        "huggingface-hub",
-        "hypothesis",
-        "jinja2",
-        "llguidance",
-        "msgspec",
-        "networkx",
-        "numpy",
-    ),
-    *(
-        "prometheus-client",
-        "protobuf",
-        "psutil",
-        "pytest",
-        "pytest-timeout",
-        "pyyaml",
-        "pyzmq",
-        "rich",
-        "safetensors",
-    ),
-    *(
-        "sentencepiece",
-        "setproctitle",
-        "starlette",
-        "sympy",
-        "tokenizers",
-        "transformers",
-        "uvicorn",
-        "uvloop",
-    ),
-)
+WHEELS = [
+    "blake3", "httptools", "huggingface-hub", "hypothesis", "jinja2", "jsonschema", "llguidance", "msgspec", "networkx", "numpy",
+    "prometheus-client", "protobuf", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "pyzmq", "rich",
+    "safetensors", "sentencepiece", "setproctitle", "starlette", "sympy", "tokenizers", "transformers", "uvicorn", "uvloop",
+]  # fmt: skip
 PLATFORMS = (
     "manylinux2014",
     "manylinux_2_17",
@@ -121,7 +92,9 @@ def prepare() -> None:
             subprocess.run(unpack, shell=True, check=True)
         if (ROOT / "proc").is_symlink():
             (ROOT / "proc").unlink()
-    if not (SITE / "torch").is_dir():
+    wanted = " ".join([*WHEELS, TORCH])
+    installed = SITE / "installed.txt"
+    if not installed.exists() or installed.read_text() != wanted:
         options = [
             "--target",
             str(SITE),
@@ -136,6 +109,7 @@ def prepare() -> None:
         pip = [sys.executable, "-m", "pip", "install", *options]
         subprocess.run([*pip, *WHEELS], check=True)
         subprocess.run([*pip, "--no-deps", TORCH], check=True)
+        installed.write_text(wanted)
     environment = {**os.environ, "CXX": "aarch64-linux-gnu-g++"}
     shutil.rmtree(BUILT, ignore_errors=True)
     command = [sys.executable, "-m", "router.tools.build_kernels", str(BUILT), "--target", "neon"]
