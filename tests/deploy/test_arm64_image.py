@@ -1,4 +1,4 @@
-"""What the image is built from is there for ARM64: packages of Debian, wheels at the constrained versions.
+"""Packages of Debian and wheels of the image are there for ARM64, at their constrained versions.
 
 torch is left out: its wheels come from an index of their own. Nothing is installed.
 """

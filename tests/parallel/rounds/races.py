@@ -1,4 +1,4 @@
-"""Programs in C++ under ThreadSanitizer, which reports what no order of memory that C++ promises covers.
+"""Programs in C++ under ThreadSanitizer, which knows the order of memory that C++ promises.
 
 It keeps to that promise whatever the CPU, so it finds on x86-64 what only a weaker CPU would show.
 """

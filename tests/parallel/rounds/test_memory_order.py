@@ -1,4 +1,4 @@
-"""What publishes data, or waits for some, keeps the order that a weak memory model asks for.
+"""Order of memory between members: words that publish data, and waits for them.
 
 Collectives in C++ are judged by ThreadSanitizer. Those in Python show their reads and writes here: between
 data and the word that publishes it stands a fence, on both sides.

@@ -1,4 +1,4 @@
-"""Ranks that add up inside a step, with the threads of each, have no data race."""
+"""Sums over ranks in a step: the threads of all ranks have no data race."""
 
 from __future__ import annotations
 
