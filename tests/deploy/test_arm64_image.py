@@ -1,4 +1,4 @@
-"""Packages of Debian and wheels of the image are there for ARM64, at their constrained versions.
+"""Debian packages and wheels of the image exist for ARM64, at their constrained versions.
 
 torch is left out: its wheels come from an index of their own. Nothing is installed.
 """
