@@ -2,7 +2,7 @@
 
 ``python -m tests.arm64.machine --prepare`` fills ``~/.cache/lockstep-arm64`` from Debian's and Python's registries. After
 that ``python -m tests.arm64.machine ARGUMENTS`` runs its Python with these arguments on a copy of this project, as root in
-a namespace of its own. Where the machine cannot be had, both print why and end with status 0.
+a namespace of its own. Where the machine cannot be had, both print why and end with status 1.
 
 QEMU on x86-64 keeps the order of memory of x86-64: what a weaker order breaks does not show.
 """
@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> int:
     prepares = arguments == ["--prepare"]
     if problem := why_not() if prepares else why_absent():
         print(f"no ARM64 machine: {problem}")
-        return 0
+        return 1
     if prepares:
         prepare()
         return 0
