@@ -14,7 +14,8 @@ Two ways of dispatch between CPUs, both with the row counts of all ranks known f
   counts have to be exchanged first: three collectives per layer.
 
 Between devices whose group carries their tensors, each rank sums up what its experts add to a token, and the
-sums are added by rank: two collectives per layer, and nothing passes through the host.
+sums are added by rank: two collectives per layer, and nothing passes through the host. Where experts move
+(``adds_by_choice``) the results of all pairs go home instead, as they do between CPUs.
 
 The way in is transformers' experts interface: :func:`expert_forward` is registered under one name and
 finds its :class:`ExpertParallel` on the module.
@@ -32,6 +33,7 @@ import numpy.typing as npt
 import torch
 
 from parallel.communicators.base import Communicator, carries
+from parallel.device_tables import DeviceTables
 from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
 from parallel.replicas import Ints, line, replicas_at
@@ -43,6 +45,12 @@ ATTRIBUTE = "lockstep_experts"
 """Attribute of an experts module that holds its :class:`ExpertParallel`."""
 LAYER_ATTRIBUTE = "lockstep_expert_layer"
 """Attribute of an experts module with its number among those of the :class:`ExpertParallel`."""
+
+SLOTS_ATTRIBUTE = "lockstep_expert_slots"
+"""Attribute of an experts module whose experts have slots in tensors of fixed size.
+
+It is the slot of each local number; numbers behind the last one held get that behind the last slot.
+"""
 
 _LARGE = 256 << 10
 """Result size in bytes from which one combined transfer pays for its extra calls.
@@ -108,9 +116,12 @@ class ExpertParallel:
         self._dispatch = dispatch
         self._local_experts = local_experts
         self._products: Products = ExpertProducts()
-        self._local_table: torch.Tensor | None = None
+        self.adds_by_choice = False
+        """Whether a token's results go home unsummed, so that moves of experts change no bit."""
+        self._num_layers = num_layers
+        self._tables: DeviceTables | None = None
         self._counts: torch.Tensor | None = None
-        """Pairs computed on a device by layer and local number, since they were last taken."""
+        """Pairs computed on a device by layer and expert, since they were last taken."""
         self._set_placement(placement, rank)
         self._group: Communicator | None = None
         self.signature = 0
@@ -146,10 +157,11 @@ class ExpertParallel:
         self.signature, self._signatures = 0, None
 
     def _set_placement(self, placement: Placement, rank: int) -> None:
-        self._local_table = None
         self.placement = placement
         self.rank = rank
         self._replicas = replicas_at(placement, rank)
+        if self._tables is not None and not self._tables.fill(self._replicas):
+            self._tables = None
 
     def use_products(self, products: Products) -> None:
         """Compute the experts held here with these products from now on."""
@@ -208,9 +220,12 @@ class ExpertParallel:
         combine: Combine | None,
     ) -> torch.Tensor:
         """One layer of this rank's tokens."""
-        if self._group is not None and self._adds_on_device(self._group, hidden):
+        on_device = self._group is not None and self._adds_on_device(self._group, hidden)
+        if self._group is not None and on_device and not self.adds_by_choice:
             return self._on_device(module, self._group, hidden, expert_ids, weights)
-        if self._group is None or self._group.size == 1:
+        if self._group is not None and on_device:
+            outputs = self._all_on_device(module, self._group, hidden, expert_ids)
+        elif self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids)
         elif self._dispatch == "all_to_all":
             outputs = self._all_to_all(module, self._group, hidden, expert_ids)
@@ -276,8 +291,9 @@ class ExpertParallel:
         return outputs
 
     def _adds_on_device(self, group: Communicator, hidden: torch.Tensor) -> bool:
-        """Whether the group carries a device's tensors, and each expert is on one rank."""
-        return not (self.placement.replicas or hidden.is_cpu) and carries(group, hidden)
+        """Whether the group carries a device's tensors, and sums can be taken there."""
+        can_add = self.adds_by_choice or not self.placement.replicas
+        return can_add and not hidden.is_cpu and carries(group, hidden)
 
     def _on_device(
         self,
@@ -302,39 +318,72 @@ class ExpertParallel:
         if not len(gathered):
             return hidden
         ids, shares = gathered[:, width:].contiguous().view(torch.int32).split(top_k, dim=1)
-        local = self._local_on(hidden.device).index_select(0, ids.reshape(-1)).view(ids.shape)
-        is_mine = local < len(self._replicas.mine[0])
+        local, is_mine = self._tables_on(hidden.device).local(_layer_of(module), ids)
         shares = shares.contiguous().view(torch.float32).masked_fill(~is_mine, 0.0)
         arrived = time.perf_counter()
         module._is_expert_parallel = True  # for transformers' own functions: numbers beyond the last are none
-        partial = self._local_experts(module, gathered[:, :width], local, shares.to(weights.dtype))
-        self._count(_layer_of(module), local)
+        at = _slots_of(module, local)
+        partial = self._local_experts(module, gathered[:, :width], at, shares.to(weights.dtype))
+        self._count(_layer_of(module), ids, is_mine)
         done = time.perf_counter()
         total = group.reduce_scatter(partial, self.sizes)
         self._note(began, arrived, done)
         return total
 
-    def _local_on(self, device: torch.device) -> torch.Tensor:
-        """Local number of each expert [experts]; remote ones get the number of local experts."""
-        if self._local_table is None:
-            numbers = self._replicas.numbers[0]
-            elsewhere = np.where(numbers < 0, len(self._replicas.mine[0]), numbers)
-            self._local_table = torch.from_numpy(elsewhere).to(device)
-        return self._local_table
+    def _all_on_device(
+        self, module: Any, group: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """:meth:`_all_gather` on devices; k times as much goes home as with :meth:`_on_device`.
 
-    def _count(self, layer: int, local: torch.Tensor) -> None:
-        """Count the pairs of a layer by local number, on their device."""
+        Of the ranks one has a pair's result and the others zeros, so where an expert is changes no bit.
+        """
+        began = time.perf_counter()
+        width, top_k = hidden.shape[1], expert_ids.shape[1]
+        gathered = group.all_gather_view(_pack(hidden, expert_ids), self.sizes)
+        if not len(gathered):
+            return hidden
+        arrived = time.perf_counter()
+        ids = gathered[:, width:].contiguous().view(torch.int32)
+        computed = self.by_choice(module, gathered[:, :width], ids)
+        done = time.perf_counter()
+        outputs = group.reduce_scatter(computed, [size * top_k for size in self.sizes])
+        self._note(began, arrived, done)
+        return outputs
+
+    def by_choice(self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """Outputs [tokens * k, H] of all members' pairs, zeros where another rank serves.
+
+        Reads nothing back and keeps to memory that stays, so that it can be captured.
+        """
+        layer, top_k = _layer_of(module), expert_ids.shape[1]
+        local, is_mine = self._tables_on(hidden.device).serving(layer, expert_ids, self.rank)
+        module._is_expert_parallel = True  # for transformers' own functions: numbers beyond the last are none
+        rows = hidden[:, None].expand(-1, top_k, -1).reshape(-1, hidden.shape[1])
+        shares = is_mine.reshape(-1, 1).to(hidden.dtype)
+        computed = self._local_experts(module, rows, _slots_of(module, local).reshape(-1, 1), shares)
+        self._count(layer, expert_ids, is_mine)
+        return computed
+
+    def _tables_on(self, device: torch.device) -> DeviceTables:
+        if self._tables is None:
+            self._tables = DeviceTables(self._replicas, self._num_layers, device)
+        return self._tables
+
+    def _count(self, layer: int, expert_ids: torch.Tensor, is_mine: torch.Tensor) -> None:
+        """Count the pairs of a layer that are computed here, on their device."""
+        num_experts = self.placement.num_experts
         if self._counts is None:
-            shape = len(self.tokens_per_expert), len(self._replicas.mine[0]) + 1
-            self._counts = torch.zeros(shape, dtype=torch.int64, device=local.device)
-        flat = local.reshape(-1)
+            shape = self._num_layers, num_experts + 1
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=expert_ids.device)
+        flat = torch.where(is_mine, expert_ids.long(), num_experts).reshape(-1)
         self._counts[layer].index_add_(0, flat, torch.ones_like(flat))
 
     def take_counts(self) -> None:
         """Add what was counted on a device to :attr:`tokens_per_expert`; waits for the device."""
-        counts, self._counts = self._counts, None
-        if counts is not None:
-            self.tokens_per_expert[:, self._replicas.mine[0]] += _to_host(counts)[:, :-1]
+        if self._counts is not None:
+            with torch.inference_mode():  # as in the step that made them
+                self.tokens_per_expert += _to_host(self._counts)[:, :-1]
+                self._counts.zero_()
 
     # ---- helpers
 
@@ -356,7 +405,7 @@ class ExpertParallel:
         if hidden.device.type == "cpu":
             outputs = self._products.compute(module, rows, counts.tolist())
         else:
-            numbers = _like(hidden, local[order])[:, None]
+            numbers = _slots_of(module, _like(hidden, local[order]))[:, None]
             outputs = self._local_experts(module, rows, numbers, rows.new_ones(len(rows), 1))
         return outputs.index_select(0, _like(hidden, _inverse(order)))
 
@@ -377,6 +426,12 @@ def expert_forward(
 def _layer_of(module: Any) -> int:
     """Number of an experts module among those of its :class:`ExpertParallel`."""
     return int(getattr(module, LAYER_ATTRIBUTE, 0))
+
+
+def _slots_of(module: Any, local: torch.Tensor) -> torch.Tensor:
+    """Rows of a module's tensors for local numbers: these, unless its experts have slots."""
+    slots: torch.Tensor | None = getattr(module, SLOTS_ATTRIBUTE, None)
+    return local if slots is None else slots.index_select(0, local.reshape(-1)).view(local.shape)
 
 
 def _bring_home(

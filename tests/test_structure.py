@@ -42,6 +42,7 @@ COMPUTES = {
     "parallel.rounds.shared_memory_rounds",
     "parallel.communicators.shared_memory",
     "parallel.rounds.slots",
+    "parallel.device_tables",
     "parallel.expert_parallel",
     "parallel.expert_products",
     "parallel.sliced_experts",

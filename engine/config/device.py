@@ -204,8 +204,6 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--enable-eplb is not built for pipeline stages (-pp {self.pipeline_parallel_size}): use "
                 "-pp 1, or drop it"
             )
-        if self.enable_eplb and self.device == "cuda":
-            raise ValueError("--enable-eplb is not built for GPUs: drop it, or use --device cpu")
         if self.enable_eplb and self.enable_expert_parallel is False:
             raise ValueError("--enable-eplb balances spread experts: drop --no-enable-expert-parallel")
 

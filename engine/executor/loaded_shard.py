@@ -115,6 +115,8 @@ class LoadedShard:
             )
             self._held.check_limit(self._most_held)
             self._held.rehearse()
+            if self._config.device.enable_eplb and device.type != "cpu":
+                self._let_experts_move(model, self._held)
         self._kept = kept_by_torch(model)
         if not self._on_torch:
             has_states = self._info.has_states
@@ -133,10 +135,6 @@ class LoadedShard:
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""
-        if self._config.device.enable_eplb:
-            raise CheckpointError(
-                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
-            )
         if self._config.device.batch_invariant and (self._place is not None or not self._shard.is_whole):
             raise CheckpointError(
                 "--batch-invariant on a GPU is built for one worker that has all experts: leave -ep, -tp and "
@@ -147,6 +145,13 @@ class LoadedShard:
                 f"{self._info.architecture} has layers with a recurrent state, which are not built for GPUs: "
                 "compute on the CPU (--device cpu)"
             )
+
+    def _let_experts_move(self, model: LoadedModel, held: HeldExperts) -> None:
+        """Keep experts in slots, so that graphs stay right, and sum results at home."""
+        assert model.experts is not None
+        model.experts.adds_by_choice = True
+        held.use_slots(self._most_held)
+        logger.info("experts move between slots of this device: %r", held.slots)
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""

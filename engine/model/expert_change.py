@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.config.quantization import OnlineName
+from engine.gpu.expert_slots import ExpertSlots, SlotChange, slots_for
 from engine.host.background import let_go
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
@@ -80,6 +81,8 @@ class HeldExperts:
 
         Only copies that cost memory count.
         """
+        self.slots: ExpertSlots | None = None
+        """Slots in tensors that stay, where experts are on a device and move; else None."""
         self.disk_rate = self.link_rate = 0.0
         """Bytes per second of the last experts read, and given by others; 0: none yet."""
         self._next: _Change | None = None
@@ -94,6 +97,16 @@ class HeldExperts:
     def most(self) -> int:
         """Most experts held in a layer."""
         return max(map(len, self.experts), default=0)
+
+    def use_slots(self, most: int) -> None:
+        """Keep experts in tensors of fixed size from now on.
+
+        ``most``: experts of a layer that are to be held. ``--expert-memory-bytes`` bounds the slots, too.
+        """
+        slots = slots_for(max(most, self.most), self.num_experts)
+        if self._limit_bytes is not None and self.bytes_per_expert:
+            slots = min(slots, max(self.most, self._limit_bytes // self.bytes_per_expert))
+        self.slots = ExpertSlots(list(self._layers.values()), self.experts, slots, expert_parameters)
 
     def rehearse(self) -> None:
         """Read one expert as a change does, to find out now whether that works.
@@ -123,7 +136,8 @@ class HeldExperts:
         if not self.bytes_per_expert:
             return 0
         each = self.bytes_per_expert * self.copies
-        fit = self.most + max(0, free_bytes) // each
+        most = self.most if self.slots is None else max(self.most, self.slots.capacity)
+        fit = most + max(0, free_bytes) // each
         return fit if self._limit_bytes is None else min(fit, max(1, self._limit_bytes // each))
 
     def check_limit(self, most_held: int = 0) -> None:
@@ -192,20 +206,33 @@ class HeldExperts:
             for after, before in zip(wanted, held, strict=True)
         ]
         num_missing = max(map(len, missing), default=0)
-        missing_bytes = self._bytes_of(missing) * self.copies
+        missing_bytes = self._bytes_for(wanted, missing)
         if missing_bytes > free_bytes:
             raise CheckpointError(
                 f"{num_missing} more experts of {missing_bytes / 2**20:.1f} MiB do not fit into the "
                 f"{free_bytes / 2**20:.1f} MiB that are free"
             )
         began = time.monotonic()
-        change = _Change(held, wanted, missing, pairs_of(missing) & set(elsewhere))
+        change = _Change(held, wanted, missing, pairs_of(missing) & set(elsewhere), self.slots)
         self._read_into(change, self._per_layer(pairs_of(missing) - change.wanted), should_stop)
         changed = [after if after != before else () for after, before in zip(wanted, held, strict=True)]
-        change.fits_beside = self._bytes_of(changed) * self.copies <= free_bytes
+        fits = self._bytes_of(changed) * self.copies <= free_bytes
+        change.fits_beside = fits or self.slots is not None
         self._build(change, should_stop)
         logger.debug("%d experts read in %.3f s", num_missing, time.monotonic() - began)
         return change, num_missing
+
+    def _bytes_for(self, wanted: Held, missing: Sequence[Sequence[int]]) -> int:
+        """Bytes that a change takes beside what is held; free slots cost nothing.
+
+        Layers whose slots do not suffice get other tensors, one after the other.
+        """
+        if self.slots is None:
+            return self._bytes_of(missing) * self.copies
+        larger = [of_layer if len(of_layer) > self.slots.capacity else () for of_layer in wanted]
+        more = [range(len(of_layer) - self.slots.capacity) if of_layer else () for of_layer in larger]
+        most = max((len(some) * each for some, each in zip(larger, self._bytes, strict=True)), default=0)
+        return self._bytes_of(more) + most
 
     def _read_into(
         self, change: _Change, experts: Sequence[Sequence[int]], should_stop: Callable[[], bool]
@@ -254,7 +281,8 @@ class HeldExperts:
         layer, expert = which
         module = list(self._layers.values())[layer]
         with self._swapping:
-            at = self.experts[layer].index(expert)
+            held = self.experts[layer].index(expert)
+            at = held if self.slots is None else self.slots.row_of(layer, expert)
             parts = [parameter.data[at] for _, parameter in expert_parameters(module)]
         return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
 
@@ -318,9 +346,14 @@ class _Change:
     """The change from one set of experts to another, of the layers that differ."""
 
     def __init__(
-        self, before: Held, after: Held, missing: Sequence[Sequence[int]], wanted: set[Expert]
+        self,
+        before: Held,
+        after: Held,
+        missing: Sequence[Sequence[int]],
+        wanted: set[Expert],
+        slots: ExpertSlots | None = None,
     ) -> None:
-        """``wanted``: experts that others will give."""
+        """``wanted``: experts that others will give. ``slots``: where experts are on a device."""
         self.before, self.after = before, after
         self.wanted = wanted
         self.fits_beside = False
@@ -332,6 +365,7 @@ class _Change:
         """Readers of the missing experts' codes, and those experts, by parameter."""
         self._built: dict[str, dict[str, torch.nn.Parameter]] = {}
         """New parameters by the path of their module, if they were laid out before."""
+        self._slots = None if slots is None else SlotChange(slots, before, after)
 
     def __repr__(self) -> str:
         return f"<_Change {self.before} -> {self.after}>"
@@ -369,7 +403,9 @@ class _Change:
         Raises:
             ReadingStopped: ``should_stop`` returned True.
         """
-        for number, (path, module) in enumerate(layers.items()):
+        if self._slots is not None and not self._slots.build(self._rows_in(layers), should_stop):
+            raise ReadingStopped
+        for number, (path, module) in enumerate(() if self._slots is not None else layers.items()):
             if should_stop():
                 raise ReadingStopped
             before, after = self.before[number], self.after[number]
@@ -381,6 +417,9 @@ class _Change:
 
     def install(self, layers: dict[str, Any]) -> list[torch.nn.Parameter]:
         """Give the modules their new tensors; returns the old ones."""
+        if self._slots is not None:
+            self._slots.install(self._rows_in(layers))
+            return []
         replaced = []
         for number, (path, module) in enumerate(layers.items()):
             if self.before[number] == self.after[number]:
@@ -391,6 +430,16 @@ class _Change:
                 setattr(module, name, parameter)
             module.num_experts = len(self.after[number])
         return replaced
+
+    def _rows_in(self, layers: dict[str, Any]) -> Callable[[int, int], dict[str, torch.Tensor]]:
+        """Finds the rows of a missing expert, by layer and number."""
+        paths = list(layers)
+
+        def rows_of(layer: int, expert: int) -> dict[str, torch.Tensor]:
+            named = expert_parameters(layers[paths[layer]])
+            return {name: self._rows[f"{paths[layer]}.{name}"][expert] for name, _ in named}
+
+        return rows_of
 
     def _parameters(self, number: int, path: str, module: Any) -> dict[str, torch.nn.Parameter]:
         return {

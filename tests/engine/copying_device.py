@@ -1,6 +1,6 @@
 """A pretended device with two streams, for steps and for copies of KV blocks.
 
-Each is a thread. Its memory is the host's. What is asked of it is done some time later, as on a device: a step that is begun
+Steps have a thread. Its memory is the host's. What is asked of it is done some time later, as on a device: a step that is begun
 has written nothing yet, and a copy may come before it unless it waits for the step's mark.
 """
 
@@ -40,7 +40,7 @@ class CopyingDevice:
     def __init__(self, most_locked: int = 1 << 30) -> None:
         """``most_locked``: bytes that can be page-locked at once."""
         self.steps = ThreadPoolExecutor(1)
-        self._copies = ThreadPoolExecutor(1)
+        self._copies = threading.Lock()
         self._ended: threading.Event | None = None
         self._may_copy = threading.Event()
         self._may_copy.set()
@@ -61,7 +61,8 @@ class CopyingDevice:
         return end
 
     def run(self, work: Callable[[], None]) -> None:
-        self._copies.submit(self._copy, work).result()
+        with self._copies:
+            self._copy(work)
 
     def _copy(self, work: Callable[[], None]) -> None:
         if not self._may_copy.is_set():

@@ -19,6 +19,16 @@ def with_a_terminal() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where instances have their KV caches: on the host, or on a pretended device."""
+    place: str = request.param
+    if place == "device":
+        folder = Path(__file__).parent
+        monkeypatch.setenv("PYTHONPATH", f"{folder / 'pretended_gpu'}:{folder.parents[1]}")
+    return place
+
+
 class Mesh(Ports):
     """A running mesh of two instances on the shipped model."""
 

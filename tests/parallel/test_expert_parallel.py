@@ -172,6 +172,70 @@ def test_tensors_that_a_group_of_devices_carries_never_see_the_host(monkeypatch:
     assert counts == (LAYERS * torch.cat(chosen).bincount(minlength=EXPERTS)).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_that_move_between_devices_change_no_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies and without; steps before and after are those of one rank."""
+    groups, chance = thread_group(MEMBERS), random.Random(3)
+    alike = tuple(tuple(sorted(chance.sample(range(MEMBERS), chance.randint(1, 3)))) for _ in range(EXPERTS))
+    placements = [
+        assign_experts(EXPERTS, MEMBERS, "round_robin"),
+        assign_experts(EXPERTS, MEMBERS, "linear"),
+        Placement((), MEMBERS, replicas=(alike,)),
+        Placement((), MEMBERS, replicas=(tuple((expert % MEMBERS,) for expert in range(EXPERTS)),)),
+    ]
+
+    def member(rank: int) -> tuple[list[list[torch.Tensor]], list[int]]:
+        groups[rank].device = DEVICE
+        capacity = EXPERTS + 1
+        module = SimpleNamespace()
+        factors = torch.full((capacity + 1,), 1e9)
+
+        def compute(
+            module: Any, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            by_slot = factors.to(DEVICE).index_select(0, numbers.reshape(-1))[:, None]
+            return torch.where(numbers == capacity, 0.0, rows * by_slot).to(rows.dtype) * weights
+
+        found = []
+        with OtherDevice():
+            slots = torch.full((capacity + 1,), capacity).to(DEVICE)
+            setattr(module, expert_parallel.SLOTS_ATTRIBUTE, slots)
+            mine = ExpertParallel(placements[0], rank, "allgather_reducescatter", compute)
+            mine.adds_by_choice = True
+            for placement in placements:
+                held = placement.experts_of(rank)
+                places = random.Random(rank + len(found)).sample(range(capacity), len(held))
+                rows = torch.tensor([*places, *[capacity] * (capacity + 1 - len(held))])
+                slots.copy_(rows.to(DEVICE))
+                factors[:] = 1e9
+                factors[places] = torch.tensor([1.3 ** (1 + expert) for expert in held])
+                mine.join(groups[rank], placement)
+                tables = mine._tables_on(DEVICE)
+                found.append(serve(mine, rank, dtype, DEVICE, module))
+                assert mine._tables is tables, "what a graph reads stays where it is"
+            mine.take_counts()
+        return found, mine.tokens_per_expert[0].tolist()
+
+    monkeypatch.setattr(expert_parallel, "_on_host", lambda _: pytest.fail("through the host"))
+    with ThreadPoolExecutor(MEMBERS) as pool:
+        found = list(pool.map(member, range(MEMBERS)))
+    monkeypatch.undo()
+    for rank in range(MEMBERS):
+        alone = serve(experts(1, 0, "allgather_reducescatter"), rank, dtype)
+        for of_placement in found[rank][0]:
+            for there, here in zip(of_placement, alone, strict=True):
+                assert isinstance(there, Elsewhere)
+                assert torch.equal(there.inside, here)
+    counts = [sum(each) for each in zip(*[counts for _, counts in found], strict=True)]
+    chosen = [
+        tokens(step, rank, dtype)[1].reshape(-1) for step in range(len(STEPS)) for rank in range(MEMBERS)
+    ]
+    pairs = torch.cat(chosen).bincount(minlength=EXPERTS)
+    assert counts == (LAYERS * len(placements) * pairs).tolist(), "each pair is computed once"
+
+
 def test_the_other_device_is_another_one() -> None:
     with OtherDevice():
         there = torch.ones(2).to(DEVICE)

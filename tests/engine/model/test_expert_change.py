@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from coordinator.messages import GroupPlan
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -24,7 +28,9 @@ from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare, expert_modules, read_experts
 from engine.sampling import SamplingParams
 from parallel.communicators.base import Communicator
+from parallel.expert_parallel import SLOTS_ATTRIBUTE, ExpertParallel
 from parallel.placement import Placement, assign_experts
+from parallel.replicas import replicas_at
 from tests.engine.groups.test_lockstep_engine import (
     BLOCK_SIZE,
     NUM_REQUESTS,
@@ -34,6 +40,7 @@ from tests.engine.groups.test_lockstep_engine import (
     prompt,
     reference,
 )
+from tests.engine.invariance.answers import Line, line
 from tests.engine.model.test_expert_weights import load
 from tests.parallel.thread_group import thread_group
 
@@ -68,6 +75,102 @@ def test_a_model_gets_other_experts(directory: Path, whole: Any, free_bytes: int
         held.install([wanted], lambda: 0)
         assert_holds(model, whole, list(wanted))
         assert not held.is_prepared([[0]])
+
+
+def assert_in_slots(model: Any, whole: Any, experts: Sequence[int]) -> None:
+    """Tables lead from local numbers to rows of these experts, and none to any other."""
+    for path, module in expert_modules(model).items():
+        slots = getattr(module, SLOTS_ATTRIBUTE).tolist()
+        assert slots[len(experts) :] == [module.num_experts] * (module.num_experts + 1 - len(experts))
+        for name, parameter in module.named_parameters():
+            rows = parameter[slots[: len(experts)]]
+            assert torch.equal(rows, getattr(whole.get_submodule(path), name)[list(experts)])
+
+
+def places_of(model: Any) -> list[int]:
+    """Addresses that a captured graph reads."""
+    return [
+        tensor.data_ptr()
+        for module in expert_modules(model).values()
+        for tensor in (*module.parameters(), getattr(module, SLOTS_ATTRIBUTE))
+    ]
+
+
+def test_experts_move_between_slots_and_tensors_stay(directory: Path, whole: Any) -> None:
+    """Also where more come than there are free slots; more than all slots need others."""
+    num_experts = read_model_info(directory).num_experts
+    half = num_experts // 2
+    model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
+    held = HeldExperts(model, directory, range(half), num_experts=num_experts)
+    held.use_slots(half)
+    assert held.slots is not None
+    assert held.slots.capacity == half + 1
+    assert held.max_experts(0) == half + 1
+    before, places = list(range(half)), places_of(model)
+    last = num_experts - 1
+    for wanted in ([0, last], [last], [1, 2, last], [], range(half, num_experts), [0, half], [0, half]):
+        missing = len(set(wanted) - set(before))
+        assert held.prepare([wanted], 0) == missing, "free slots take no memory"
+        assert_in_slots(model, whole, before)
+        held.install([wanted], lambda: 0)
+        before = list(wanted)
+        assert_in_slots(model, whole, before)
+        assert places_of(model) == places
+    with pytest.raises(CheckpointError, match="do not fit"):
+        held.prepare([range(num_experts)], held.bytes_per_expert)
+    held.prepare([range(num_experts)], PLENTY)
+    assert_in_slots(model, whole, before)
+    held.install([range(num_experts)], lambda: 0)
+    assert_in_slots(model, whole, list(range(num_experts)))
+    assert places_of(model) != places
+
+
+def test_a_captured_layer_computes_with_the_experts_that_came(directory: Path, whole: Any) -> None:
+    """The capture is a list of operators over tensors, without what Python would look up."""
+    num_experts = read_model_info(directory).num_experts
+    model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
+    held = HeldExperts(model, directory, range(num_experts // 2), num_experts=num_experts)
+    held.use_slots(num_experts // 2)
+    module = next(iter(expert_modules(model).values()))
+    first = assign_experts(num_experts, 2)
+    experts = ExpertParallel(first, 0, "allgather_reducescatter", pair_by_pair)
+    experts.adds_by_choice = True
+    group = thread_group(2)[0]
+    hidden = torch.randn(6, module.gate_up_proj.shape[1 if module.is_transposed else 2])
+    ids = torch.rand(6, num_experts).topk(2).indices
+    captured = None
+    for placement in (first, assign_experts(num_experts, 2, "round_robin"), copied(num_experts)):
+        held.prepare([placement.experts_of(0)], PLENTY)
+        held.install([placement.experts_of(0)], lambda: 0)
+        experts.join(group, placement)
+        expected = experts.by_choice(module, hidden, ids)
+        mine = replicas_at(placement, 0).owners(0, ids.numpy().reshape(-1), np.arange(12) // 2, 6) == 0
+        assert (expected.abs().sum(1) > 0).tolist() == mine.tolist()
+        if captured is None:
+            captured = make_fx(partial(experts.by_choice, module))(hidden, ids)
+        assert torch.equal(captured(hidden, ids), expected)
+
+
+def copied(num_experts: int) -> Placement:
+    """Two ranks, of which both have every third expert."""
+    alike = tuple((0, 1) if expert % 3 == 0 else (expert % 2,) for expert in range(num_experts))
+    return Placement((), 2, replicas=(alike,))
+
+
+def pair_by_pair(
+    module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts of [n, 1] pairs, by operators alone; numbers beyond the last give zeros."""
+    is_here = expert_ids < module.num_experts
+    at = torch.where(is_here, expert_ids, 0)[:, 0]
+
+    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+        weight = getattr(module, name)[at]
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        outputs = (weight * rows[:, None]).sum(-1)
+        return outputs + getattr(module, f"{name}_bias")[at] if module.has_bias else outputs
+
+    return product("down_proj", module._apply_gate(product("gate_up_proj", hidden))) * is_here * weights
 
 
 def test_what_does_not_fit_is_refused(directory: Path) -> None:
@@ -170,6 +273,8 @@ class Marching:
 class March:
     """Instances as threads, in groups that change while requests run."""
 
+    num_logprobs: int | None = None
+
     def __init__(self, directory: Path) -> None:
         self._info = read_model_info(directory)
         self._config = EngineConfig(
@@ -178,6 +283,8 @@ class March:
             scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8),
         )
         self.outputs: dict[int, list[int]] = {index: [] for index in range(NUM_REQUESTS)}
+        self.lines: dict[int, list[Line]] = {index: [] for index in range(NUM_REQUESTS)}
+        """Log-probabilities, where they are wanted."""
         self._at: dict[int, int] = {}
         self.executors: dict[int, SpreadExecutor] = {}
         self._cores: dict[int, EngineCore] = {}
@@ -191,8 +298,11 @@ class March:
 
     def regroup(self, ranks: Sequence[int], owners: Sequence[int]) -> None:
         """Go on with these instances, with the experts at ``owners`` (indices into ranks)."""
-        placement = Placement(tuple(owners), len(ranks))
-        form = GroupPlan(epoch=1, store="", peers=[], owners=placement.owners)
+        self.place(ranks, Placement(tuple(owners), len(ranks)))
+
+    def place(self, ranks: Sequence[int], placement: Placement) -> None:
+        """Go on with these instances, and such a placement."""
+        form = GroupPlan(epoch=1, store="", peers=[], owners=placement.owners, replicas=placement.replicas)
         for group, rank in zip(thread_group(len(ranks)), ranks, strict=True):
             self.executors[rank].prepare(form, group.rank, PLENTY, lambda: False)
             self.executors[rank].join(group, placement)
@@ -202,7 +312,9 @@ class March:
     def submit(self, index: int, rank: int) -> None:
         """Submit a request, with the tokens that it has already, if any."""
         self._at[index] = rank
-        params = SamplingParams(temperature=0.0, max_tokens=length(index), ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=length(index), ignore_eos=True, logprobs=self.num_logprobs
+        )
         request = Submit(
             request=index, request_id=str(index), prompt_ids=prompt(index), params=params, seed=0,
             output_ids=list(self.outputs[index]),
@@ -224,6 +336,7 @@ class March:
                 for _ in range(count):
                     for delta in core.step().get(ROUTER, []):
                         self.outputs[delta.request] += delta.token_ids
+                        self.lines[delta.request] += map(line, delta.logprobs or ())
             except BaseException as error:
                 failed.append(error)
                 raise
@@ -265,3 +378,56 @@ def test_three_two_and_three_instances_give_the_same_tokens(
         march.submit(index, index % 3)
     march.steps(60)
     assert [march.outputs[index] for index in range(NUM_REQUESTS)] == reference
+
+
+class DeviceMarch(March):
+    """The same on pretended devices, whose groups carry their tensors."""
+
+    num_logprobs = 2
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        device = DeviceConfig(device="cpu", numerics="torch", enable_eplb=True)
+        self._config = msgspec.structs.replace(self._config, device=device)
+
+    def start(self, rank: int, size: int) -> None:
+        super().start(rank, size)
+        executor = self.executors[rank]
+        assert isinstance(executor, UniExecutor)
+        assert executor._model is not None
+        assert executor._held is not None
+        executor._let_experts_move(executor._model, executor._held)
+        assert executor._model.experts is not None
+        executor._model.experts._local_experts = pair_by_pair
+
+
+def test_experts_that_move_between_devices_while_requests_run_change_no_bit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moves, copies and copies dropped again, in the middle of answers."""
+    monkeypatch.setattr(ExpertParallel, "_adds_on_device", lambda *_: True)
+    num_experts = read_model_info(directory).num_experts
+    first, (copies,) = assign_experts(num_experts, 2), copied(num_experts).replicas
+    found = []
+    for moves in (False, True):
+        march, ranks = DeviceMarch(directory), [0, 1]
+        for rank in ranks:
+            march.start(rank, 2)
+        march.place(ranks, first)
+        for index in range(NUM_REQUESTS):
+            march.submit(index, index % 2)
+        layers = len(march.executors[0].experts_held()[0])
+        for placement in (
+            Placement((), 2, replicas=(copies,) * layers),
+            assign_experts(num_experts, 2, "round_robin"),
+            Placement((), 2, replicas=(copies, *[copies[::-1]] * (layers - 1))),
+            first,
+        ):
+            march.steps(6)
+            if moves:
+                march.place(ranks, placement)
+        march.steps(50)
+        assert all(len(march.outputs[index]) == length(index) for index in range(NUM_REQUESTS))
+        assert all(march.lines.values())
+        found.append(march.lines)
+    assert found[0] == found[1]

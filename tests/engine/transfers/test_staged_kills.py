@@ -38,7 +38,7 @@ def made_submit() -> Submit:
 
 
 def child() -> None:
-    """The process that is killed: it prints ``staged`` once it is in the middle of a copy."""
+    """The process that is killed; it prints ``staged`` in the middle of a copy."""
     role, directory, where = sys.argv[1:]
     instance = load_on_device(Path(directory))
     assert isinstance(instance.executor, OnDevice)

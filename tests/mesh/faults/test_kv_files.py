@@ -16,7 +16,7 @@ from engine.model.checkpoint import fingerprint, read_model_info
 from engine.model.finding import MODELS_DIRECTORY
 from engine.model.weight_digest import stored_tensors
 from engine.model.weight_set import WHOLE_FILE
-from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask, of
+from tests.mesh.faults.test_transfers import FLAGS, LENGTH, STAGED, ask, of
 from tests.mesh.harness import Ports, free_port, serve, wait_until
 from tests.nightly import NIGHTLY
 
@@ -31,9 +31,13 @@ CACHED = (LENGTH - 1) // 16 * 16
 KEY_FILE = ("--mesh-key-file", "mesh.key")
 
 
-@pytest.mark.parametrize("workers", [(), ("-tp", "2"), KEY_FILE] if NIGHTLY else [()], ids=" ".join)
+@pytest.mark.parametrize(
+    ("workers", "where"),
+    [((), "host"), ((), "device")] + [(("-tp", "2"), "host"), (KEY_FILE, "host")] * NIGHTLY,
+    indirect=["where"],
+)
 def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...], where: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keys.write(keys.generate(), tmp_path / KEY_FILE[1])
@@ -43,6 +47,7 @@ def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_ans
     ]  # fmt: skip
     with serve(tmp_path / "log", "-dp", "1", *ports.head(), *flags) as command:
         command.wait_for("1 instance ready")
+        assert (STAGED in command.log) == (where == "device")
         computed = [list(ask(ports, first, rank=0)) for first in (10, 500)]
         assert [cached for *_, cached in computed] == [0, 0]
         assert command.stop() == 0

@@ -31,6 +31,14 @@ pytestmark = [
 FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable-expert-parallel"]
 LENGTH = 1000
 """Tokens of a prompt."""
+PLACES = pytest.mark.parametrize(
+    ("workers", "where"),
+    [((), "host"), (("-tp", "2"), "host"), (("-pp", "2"), "host"), ((), "device")],
+    indirect=["where"],
+    ids=["", "-tp 2", "-pp 2", "device"],
+)
+STAGED = "KV blocks are copied through host memory"
+"""Line in the log of an instance whose cache is on a device."""
 LONG, SHORT = 1400, 400
 """Tokens of an answer that outlasts a drain, without workers and with them."""
 
@@ -60,14 +68,15 @@ def of(ports: Ports, name: str, rank: int, **labels: str) -> float:
     return metrics(ports).get(f"{name}{{{shown}}}", 0.0)
 
 
-@pytest.mark.parametrize("workers", [(), ("-tp", "2"), ("-pp", "2")], ids=" ".join)
+@PLACES
 def test_blocks_of_another_instance_spare_computing_and_change_no_bit(
-    tmp_path: Path, workers: tuple[str, ...]
+    tmp_path: Path, workers: tuple[str, ...], where: str
 ) -> None:
     ports = Ports()
     flags = [*FLAGS, *workers, "--enable-prompt-tokens-details"]
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
         command.wait_for("2 instances ready")
+        assert (STAGED in command.log) == (where == "device")
         for first in (10, 500):
             *computed, cached = ask(ports, first, rank=0)
             assert cached == 0
@@ -137,9 +146,9 @@ def test_blocks_stay_where_they_are_if_that_is_wished(tmp_path: Path) -> None:
         assert command.stop() == 0
 
 
-@pytest.mark.parametrize("workers", [(), ("-tp", "2"), ("-pp", "2")], ids=" ".join)
+@PLACES
 def test_requests_of_a_drained_instance_move_with_their_blocks(
-    tmp_path: Path, workers: tuple[str, ...]
+    tmp_path: Path, workers: tuple[str, ...], where: str
 ) -> None:
     ports = Ports()
     flags = [*FLAGS, *workers, "--num-gpu-blocks-override", "1200", "--drain-timeout", "0"]
@@ -147,6 +156,7 @@ def test_requests_of_a_drained_instance_move_with_their_blocks(
     prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(600)] for each in range(8)]
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
         command.wait_for("2 instances ready")
+        assert (STAGED in command.log) == (where == "device")
         moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate, tokens=length))
         wait_until(lambda: "are back after" in command.log, 10, "all have moved")
         found = re.search(
@@ -205,7 +215,8 @@ async def streams(
         return await asyncio.gather(*asked)
 
 
-def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["host", "device"], indirect=True)
+def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path, where: str) -> None:
     ports = Ports()
     flags = [*FLAGS, "-dpl", "1", "--num-gpu-blocks-override", "1200", "--disaggregation-mode"]
     details = "--enable-prompt-tokens-details"
@@ -215,11 +226,13 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path)
         serve(tmp_path / "other", "--headless", *ports.join(), *flags, "prefill") as other,
     ):
         head.wait_for("2 instances ready")
+        assert (STAGED in head.log) == (where == "device")
         decoding = next(rank for rank in (0, 1) if f"Engine_{rank}" in head.log)
         moved = asyncio.run(streams(ports, prompts))
         fetched = of(ports, "vllm:external_prefix_cache_hits_total", decoding)
         assert fetched >= 4 * 592, "of long prompts"
-        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > 4 * 250, 5, "they went on")
+        least = 4 * 250 if where == "host" else 2 * 250  # threads of a pretended device wait for each other
+        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > least, 5, "they went on")
         asked = sum(length for _, length in LENGTHS)
         wait_until(lambda: of_both(ports, "vllm:prompt_tokens_total") == asked, 5, "each prompt counts once")
         assert sources(ports) == {"local_compute": asked, "local_cache_hit": 0, "external_kv_transfer": 0}

@@ -1,0 +1,1 @@
+"""Folder for ``PYTHONPATH``: KV caches of a mesh are on pretended devices."""
