@@ -210,7 +210,7 @@ class CacheSharing:
         if self.exchange is not None:
             self.exchange.reset()
         else:
-            self._pool.unname(list(self._pool.known))
+            self._pool.forget_all()
 
     def reset(self, peer: bytes, number: int) -> None:
         """Forget all cached prefixes; :meth:`take_resets` has the answer."""

@@ -113,6 +113,11 @@ class PartialBlocks:
         """A block of this name that nobody holds."""
         return next((block for block in self._blocks.get(name, ()) if self._references[block] == 0), None)
 
+    def clear(self) -> None:
+        """Drop all names."""
+        self._name_of.clear()
+        self._blocks.clear()
+
     def forget(self, block: int) -> None:
         """Drop the name of a block, if it has one."""
         if (name := self._name_of.pop(block, None)) is not None:
@@ -285,6 +290,11 @@ class PiecePool:
                 self._forget(block)
                 if self._references[block] == 0:
                     self._free_list_of(block).move_to_end(block, last=False)
+
+    def forget_all(self) -> None:
+        """Forget all names, also those of partly filled blocks; requests keep what they hold."""
+        self.unname(list(self._block_of))
+        self.parts.clear()
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each slot of a request, given in order.

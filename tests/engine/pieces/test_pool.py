@@ -112,6 +112,19 @@ def test_a_partly_filled_block_that_is_filled_further_is_no_longer_found() -> No
     assert pool.parts.find(b"part") is None, "it has more tokens by now"
 
 
+def test_a_reset_forgets_full_and_partly_filled_blocks() -> None:
+    """Else a short request that was handed over goes on in a block that may be wrong."""
+    pool, (name,) = PiecePool(2), hashes([1])
+    held = pool.take(2) or []
+    pool.name(held[0], name)
+    pool.parts.name(held[1], b"part")
+    pool.release(held)
+    pool.forget_all()
+    assert not pool.knows(name)
+    assert pool.parts.find(b"part") is None
+    assert len(pool.take(2) or []) == 2
+
+
 def test_without_caching_nothing_is_known() -> None:
     pool = PiecePool(1, enable_prefix_caching=False)
     taken = pool.take(1)
