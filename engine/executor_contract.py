@@ -152,7 +152,9 @@ class NewWeights(Protocol):
     """Weights of an executor's model: those in use, and at most one other version."""
 
     def prepare(self, directory: str, should_stop: Callable[[], bool]) -> str:
-        """Read and lay out a version in a background thread, while steps run; returns its digest.
+        """Read and lay out a version in a background thread; returns its digest.
+
+        Steps run meanwhile.
 
         Raises:
             engine.weight_versions.contract.WeightsRefused: it cannot be used here.

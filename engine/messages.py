@@ -393,7 +393,7 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
 
 
 class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Size and limits of an instance; only the version of its weights changes while it lives."""
+    """Size and limits of an instance, which do not change while its weights stay."""
 
     block_size: int
     """Tokens."""
@@ -419,7 +419,10 @@ class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     Empty: nowhere.
     """
     weights: str = ""
-    """Version of the weights that names of its blocks begin with; empty: those that were loaded."""
+    """Version of the weights that names of its blocks begin with.
+
+    Empty: those that were loaded.
+    """
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

@@ -1,4 +1,4 @@
-"""Weight versions of one instance: its workers' weights, its requests, and the names of their blocks."""
+"""Weight versions of one instance: its workers, its requests, and names of blocks."""
 
 from __future__ import annotations
 

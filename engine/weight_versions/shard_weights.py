@@ -123,6 +123,8 @@ class ShardWeights:
             raise WeightsRefused("new weights are not built for a mesh with adapters (--enable-lora)")
         if self._model.experts is not None:
             raise WeightsRefused("new weights are not built for experts that are spread over instances (-ep)")
+        if self._program is not None and self._program.sites is not None:
+            raise WeightsRefused("new weights are not built beside adapters (--enable-lora)")
         if not self._settings.reads_weights or not self._stored:
             raise WeightsRefused("new weights need a checkpoint of safetensors files to begin with")
 

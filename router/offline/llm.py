@@ -33,7 +33,7 @@ from router.mesh import ServedModel
 from router.offline.config import llm_config
 from router.offline.inputs import Job, JobMaker, as_conversations, as_prompts, in_users_terms, one_per_prompt
 from router.offline.mesh import PrivateMesh
-from router.offline.outputs import RequestOutput
+from router.offline.outputs import RequestOutput, scores_of
 from router.offline.params import SamplingParams
 from router.offline.progress import progress_bar
 from router.offline.run import run_jobs
@@ -211,6 +211,31 @@ class LLM:
             )
 
         return self._run(len(conversations), make, use_tqdm)
+
+    def score_tokens(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Log-probabilities of answers' tokens, each behind its prompt, by the weights in use.
+
+        They cost one prefill of prompt and answer. In an invariant numerics class they are, to the bit, those
+        that the tokens had when the same weights sampled them (``SamplingParams(logprobs=0)``). A prompt and
+        its answer must be shorter than the context length.
+
+        Raises:
+            ValueError: a prompt or an answer is empty or too long, or has no partner.
+            GenerationError, EngineDeadError: the mesh could not finish.
+        """
+        if len(prompts) != len(answers):
+            raise ValueError(f"{len(prompts)} prompts have {len(answers)} answers: give one for each")
+        if not all(map(len, prompts)) or not all(map(len, answers)):
+            raise ValueError("prompts and answers must have at least one token each")
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        outputs = self.generate(texts, params, use_tqdm=False)
+        return [
+            [entry[token].logprob for entry, token in zip(scored, answer, strict=True) if entry is not None]
+            for scored, answer in zip(map(scores_of, outputs, map(len, prompts)), answers, strict=True)
+        ]
 
     # ---- what there is
 

@@ -59,6 +59,12 @@ class RequestOutput:
     """Always None, as vLLM's is by default; our metrics are those of ``serve``."""
 
 
+def scores_of(output: RequestOutput, num_prompt: int) -> PromptLogprobs:
+    """Log-probabilities of a prompt's tokens behind the first ``num_prompt``."""
+    assert output.prompt_logprobs is not None
+    return output.prompt_logprobs[num_prompt:]
+
+
 def output_of(job: Job, pieces: Sequence[TextPiece], tokenizer: Tokenizer) -> RequestOutput:
     """Output of a job, from the joined piece of each sample."""
     params, first = job.params, job.samples[0]

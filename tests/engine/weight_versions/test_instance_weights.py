@@ -131,6 +131,29 @@ def test_requests_are_computed_again_by_the_new_weights(served: Served) -> None:
     assert running.found[1].logprobs[9:] == whole.logprobs
 
 
+@pytest.mark.parametrize("budget", [24, 512])
+def test_scores_are_of_the_version(budget: int, served: Served) -> None:
+    """The ratio of a rollout's and a scored log-probability is exactly 1, version by version."""
+    running = Running(served, How(budget=budget, ngrams=budget == 512))
+    scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    for version in (0, 1, 2, 1):
+        running.update(version, InFlight.RECOMPUTE)
+        numbers = [100 * running.updates + n for n in range(4)]
+        prompts = {number: PROMPT[: 20 + 13 * (number % 4)] for number in numbers}
+        for number, prompt in prompts.items():
+            sampled = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=0.8)
+            running.submit(Submit(number, f"r{number}", prompt, sampled, number))
+        running.finish()
+        for number, prompt in prompts.items():
+            text = prompt + running.found[number].token_ids
+            running.submit(Submit(50 + number, f"s{number}", text, scoring, 0))
+        running.finish()
+        for number, prompt in prompts.items():
+            scored = running.found[50 + number].prompt_logprobs
+            assert scored is not None
+            assert scored[len(prompt) :] == running.found[number].logprobs
+
+
 def test_requests_end_where_that_is_asked_for(served: Served) -> None:
     running = Running(served, How())
     running.submit(request(1, PROMPT))
@@ -198,7 +221,7 @@ def test_no_block_of_an_older_version_is_hit(seed: int, served: Served) -> None:
 
 
 def test_names_of_blocks_follow_the_version(served: Served) -> None:
-    """Blocks of the old version stay in files and elsewhere, so their names must not come again."""
+    """Blocks of the old version stay in files, so their names must not come again."""
     running, seen = Running(served, How()), set[bytes]()
     for version in (0, 1, 2):
         running.update(version, InFlight.ABORT)

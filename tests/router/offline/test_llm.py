@@ -394,6 +394,22 @@ def test_logprobs_have_vllms_shape(mesh: FakeMesh, make_llm: Make) -> None:
     assert output.num_cached_tokens == 3
 
 
+def test_answers_are_scored_behind_their_prompts(mesh: FakeMesh, make_llm: Make) -> None:
+    with make_llm() as llm:
+        scores = llm.score_tokens([[9], [9]], [[10], [10]])
+        for prompts, answers, message in (
+            ([[9]], [], "1 prompts have 0 answers"),
+            ([[9], []], [[10], [10]], "at least one token"),
+            ([[9]], [[]], "at least one token"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llm.score_tokens(prompts, answers)
+    (logprob,) = {each for (each,) in scores}
+    assert isinstance(logprob, float)
+    assert {tuple(prompt.prompt_ids) for prompt in mesh.prompts} == {(9, 10)}
+    assert {prompt.params.prompt_logprobs for prompt in mesh.prompts} == {0}
+
+
 def test_what_was_cached_is_what_the_first_instance_had(mesh: FakeMesh, make_llm: Make) -> None:
     def script(prompt: Prompt) -> list[Delta]:
         more = len(prompt.prompt_ids) - 1
