@@ -140,6 +140,28 @@ def test_a_flipped_bit_is_found_wherever_its_block_came_from(
     assert serving.core.reports.report(0, 0).blocks_used == 0
 
 
+@pytest.mark.parametrize("fault", ["one bit", "another block", "half written"])
+def test_each_fault_of_a_block_is_found(serving: Serving, alone: Answers, fault: str) -> None:
+    serving.submit([prompt(0)])
+    serve(serving)
+    blocks = [
+        serving.pool.find_prefix([name])[0] for name in serving.pool.known if serving.pool.find_prefix([name])
+    ]
+    content = bytearray(serving.memory.read([blocks[7]])[0].tobytes())
+    if fault == "one bit":
+        content[1] ^= 0x02  # of an exponent
+    elif fault == "another block":
+        content[:] = serving.memory.read([blocks[8]])[0].tobytes()
+    else:
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    serving.memory.write(blocks[7], memoryview(content))
+    until_found(serving)
+    assert +Counter(spot_counts(serving)[1]) == {"own": 1}
+    serving.submit([prompt(number) for number in range(50, 56)])
+    serve(serving)
+    assert {key: serving.found[key] for key in range(50, 56)} == {key: alone[key] for key in range(50, 56)}
+
+
 def test_a_source_that_computed_wrongly_is_named(
     instance: Instance, other: Instance, alone: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
