@@ -12,6 +12,7 @@ import msgspec
 from engine.host.memory import available_memory, most_memory
 from parallel.control_groups import cpu_quota
 from parallel.devices import has_device
+from parallel.rounds import memory_order
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "machine"
@@ -137,6 +138,9 @@ def _shared_memory(machine: MachineFacts) -> Finding:
         fix = "use Linux 5.3 or newer, or give --all2all-backend allgather_reducescatter"
         text = f"memfd or pidfd does not work here ({error.strerror}): instances cannot share memory"
         return broken(AREA, "shared memory", text, fix)
+    if memory_order.fence_here() is None:
+        text = "this CPU needs a compiled fence for it, and there is none: members of one host use sockets"
+        return note(AREA, "shared memory", text, "install g++")
     return ok(AREA, "shared memory", "memfd and pidfd work")
 
 

@@ -24,6 +24,7 @@ from coordinator.server import Coordinator
 from coordinator.settings import flags
 from engine.probe.facts import Device, HostFacts, LinkFacts, ProbeFailed, Timing, TorchFacts
 from engine.probe.links import ProbeRequest
+from parallel.rounds import memory_order
 from router.tools.doctor import command, links, machine, mesh, network, packages, ports
 from router.tools.doctor.findings import Finding, Level, broken, note, ok, warning, worst
 from router.tools.doctor.gpu import TritonFacts, check_triton, read_triton
@@ -197,6 +198,13 @@ def test_what_is_wrong_with_a_machine_is_said_with_its_fix(
     assert worst(findings) is level
     (about,) = [each for each in findings if text in each.text]
     assert bool(about.fix) == (level is not Level.OK)
+
+
+def test_a_machine_without_a_fence_uses_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_order, "fence_here", lambda: None)
+    (found,) = [each for each in machine.check_machine(GOOD) if each.level is not Level.OK]
+    assert (found.level, found.fix) == (Level.NOTE, "install g++")
+    assert "members of one host use sockets" in found.text
 
 
 # ---- ports
