@@ -135,5 +135,5 @@ class SlotChange:
 
 
 def slots_for(most: int, num_experts: int) -> int:
-    """Slots of a layer that holds so many experts: some are free for those that come."""
+    """Slots of a layer that holds so many experts, free ones included."""
     return min(num_experts, most + max(1, most // SPARE_PART))

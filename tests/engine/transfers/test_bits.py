@@ -125,6 +125,12 @@ def test_fetched_prefixes_give_the_bits_of_computed_ones(
         taker.mover.close()
 
 
+def test_company_chunks_hits_preemption_and_drafts_change_no_bit(pair: tuple[Instance, Instance]) -> None:
+    """Also where steps end later, on a pretended device."""
+    submits = requests(7, count=16, vocab_size=VOCAB, longest=60, most=20)
+    pair[0].check_in_company(submits, pair[0].answers(submits, ALONE)[0])
+
+
 def test_a_fetched_prefix_is_not_computed(both: tuple[Serving, Serving]) -> None:
     source, taker = both
     (submit,) = requests(5, count=1, vocab_size=VOCAB, longest=20, most=4, greedy=True)
