@@ -27,6 +27,8 @@ class ChosenTokens:
 
     def followed_by(self, step: Step) -> FollowedTokens:
         """Where the rows of the next step find the tokens that they follow."""
+        if len(step.ahead) == len(step.slots) and step.slots == self.slots:  # most steps
+            return FollowedTokens(self.tokens, np.arange(len(step.slots)))
         sources = np.full(len(step.slots), KNOWN, dtype=np.int64)
         index_of = {slot: index for index, slot in enumerate(self.slots)}
         sources[step.ahead] = [index_of[step.slots[row]] for row in step.ahead]

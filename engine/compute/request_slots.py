@@ -48,6 +48,11 @@ class RequestSlot:
             admit.params, admit.seed, position, self.token_ids[:position], admit.num_prompt, self.rules, mask
         )
 
+    def make_room(self, position: int) -> None:
+        """Make room for a token that is not known yet, whatever stands for it until then."""
+        if position >= len(self.token_ids):
+            self.put(position, 0)
+
     def put(self, position: int, *token_ids: int) -> None:
         """Set the tokens from a position on."""
         end = position + len(token_ids)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
 
-UNKNOWN = 0
-"""Stands for a token in its slot until it is known."""
 Pending = Callable[[], StepResult]
 """Function that waits for the result of a begun step."""
 
@@ -191,7 +189,7 @@ class ModelRunner:
         if not step.ahead or self._chosen is None:
             return None
         for index in step.ahead:
-            held[index].put_one(step.starts[index], UNKNOWN)
+            held[index].make_room(step.starts[index])
         return self._chosen.followed_by(step)
 
     def _pack(self, step: Step, held: Sequence[RequestSlot], ends: list[int]) -> tuple[PackedRows, Int64s]:

@@ -56,8 +56,10 @@ class SchedulingAhead:
 
         0 where that token is certainly the last one of the request.
         """
-        follows = self.is_on and request.num_in_flight > 0 and request.num_uncomputed == 0
-        return int(follows and request.num_output + 1 < request.max_output)
+        known = len(request.token_ids)
+        if not self.is_on or request.num_computed != known or not request.num_in_flight:
+            return 0
+        return int(known + 1 < request.num_prompt + request.max_output)
 
     def known_part(self, under_way: UnderWay) -> UnderWay | None:
         """A step to run again, without rows whose token is not known; None: no others.
