@@ -49,7 +49,7 @@ class RequestSlot:
         )
 
     def make_room(self, position: int) -> None:
-        """Make room for a token that is not known yet, whatever stands for it until then."""
+        """Make room for a token that is not known yet."""
         if position >= len(self.token_ids):
             self.put(position, 0)
 

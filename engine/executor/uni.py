@@ -343,7 +343,7 @@ class UniExecutor(SpreadShard):
         return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed, weights=weights)]
 
     def _check_kernels(self, model: LoadedModel) -> None:
-        """Refuse to compute with other kernels than were asked for, or than the cache is for.
+        """Refuse to compute with other kernels than asked for, or than the cache's.
 
         Raises:
             CheckpointError: these do not compute the model; the log says why.
