@@ -299,7 +299,7 @@ class SpotChecks:
         request = from_submit(submit, NOBODY, arrival=self._num_requests, eos_ids=(), max_model_len=most)
         request.weights = sample.weights
         request.priority = FIRST_PRIORITY if is_second else LAST_PRIORITY
-        request.most_cached = first
+        request.most_cached, request.hashes = first, list(sample.names)
         names = sample.names[first:]
         boundary = {position: self._boundary_at(position, sample.names) for position in positions}
         boundary = {position: pieces for position, pieces in boundary.items() if pieces}
