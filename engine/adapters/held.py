@@ -13,6 +13,7 @@ from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import AdapterError, settled
 from engine.config.lora import LoraConfig
 from engine.kernels.adapters.sites import AdapterRoom, LowRank, Sites
+from engine.model.weights import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +21,10 @@ logger = logging.getLogger(__name__)
 class HeldAdapters:
     """Adapters of one worker, by their digest."""
 
-    def __init__(self, module: Any, sites: Sites) -> None:
-        """``module``: the model; ``sites``: places in its native program."""
-        self._module, self._sites = module, sites
-        self._names = {name: id(part) for name, part in module.named_modules()}
+    def __init__(self, model: LoadedModel, sites: Sites) -> None:
+        """``model``: it, or this worker's shard of it; ``sites``: places in its native program."""
+        self._model, self._sites = model, sites
+        self._names = {name: id(part) for name, part in model.module.named_modules()}
         self._parts: dict[str, dict[int, LowRank]] = {}
         self._in_use: dict[int, str] = {}
         """Digest by number."""
@@ -38,9 +39,7 @@ class HeldAdapters:
             AdapterError: one cannot be served; the message says why.
         """
         for source in map(settled, sources):
-            with torch.device("meta"):
-                whole = type(self._module)(self._module.config)
-            adapter = read_adapter(source, whole, self._sites.room.rank)
+            adapter = read_adapter(source, self._whole(), self._sites.room.rank)
             self._parts[source.digest] = self._placed(source, adapter)
             num_bytes = sum(part.a.nbytes + part.b.nbytes for part in adapter.parts.values())
             logger.info(
@@ -48,16 +47,32 @@ class HeldAdapters:
                 source.name, adapter.rank, len(adapter.parts), num_bytes / 2**20,
             )  # fmt: skip
 
+    def _whole(self) -> Any:
+        """A model of the whole class, without memory."""
+        sharded, module = self._model.sharded, self._model.module
+        with torch.device("meta"):
+            return (type(module) if sharded is None else type(sharded.whole))(module.config)
+
     def _placed(self, source: AdapterSource, adapter: Adapter) -> dict[int, LowRank]:
-        """Matrices by the ``id`` of their layer."""
-        places = self._sites.modules
-        other = next((name for name in adapter.parts if self._names.get(name) not in places), None)
+        """This worker's part of the matrices, by the ``id`` of their layer."""
+        places, names = self._sites.modules, self._names
+        here = {name: part for name, part in adapter.parts.items() if name in names}
+        other = next((name for name in here if names[name] not in places), None)
         if other is not None:
             raise AdapterError(
                 f"adapter {source.name} adapts {other}: of this model, adapters of attention's projections "
                 "and of MLPs are served"
             )
-        return {self._names[name]: part for name, part in adapter.parts.items()}
+        return {names[name]: self._cut(name, part) for name, part in here.items()}
+
+    def _cut(self, name: str, part: LowRank) -> LowRank:
+        """This rank's part of a layer's matrices: outputs of B, or inputs of A."""
+        cut = None if self._model.sharded is None else self._model.sharded.done.cuts.get(f"{name}.weight")
+        if cut is None:
+            return part
+        if cut.dim % 2:
+            return part._replace(a=cut.take(part.a, tuple(part.a.shape)).contiguous())
+        return part._replace(b=cut.take(part.b, tuple(part.b.shape)).contiguous())
 
     def use(self, number: int, digest: str) -> None:
         """Compute rows of this number with this adapter; no step may run meanwhile."""
@@ -73,7 +88,7 @@ def adapter_room(config: LoraConfig) -> AdapterRoom | None:
     return AdapterRoom(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
-def held_adapters(config: LoraConfig, module: Any, sites: Sites | None) -> HeldAdapters | None:
+def held_adapters(config: LoraConfig, model: LoadedModel, sites: Sites | None) -> HeldAdapters | None:
     """The adapters of the settings, read for a model; None without room for any.
 
     Raises:
@@ -81,6 +96,6 @@ def held_adapters(config: LoraConfig, module: Any, sites: Sites | None) -> HeldA
     """
     if sites is None:
         return None
-    held = HeldAdapters(module, sites)
+    held = HeldAdapters(model, sites)
     held.load(config.sources)
     return held

@@ -230,7 +230,7 @@ class UniExecutor(SpreadShard):
             )
             self._program.use(native)
             self._stored = native.stored
-            adapters = held_adapters(self._config.lora, model.module, self._program.sites)
+            adapters = held_adapters(self._config.lora, model, self._program.sites)
             self._runner = ModelRunner(model, None, block_size, self._program, adapters=adapters)
             self._attention = self._program.attention
             if self._held is not None:

@@ -89,6 +89,8 @@ class LoadedModel:
     """Positions of the longest request that is served."""
     states: StateLayers | None = None
     """Layers with a recurrent state; None: the model has none."""
+    sharded: ShardedClass | None = None
+    """How the model is cut; None: it is whole."""
 
     @property
     def hidden_size(self) -> int:
@@ -319,6 +321,7 @@ def _run_first(
         stage,
         _longest(info, settings),
         read.states,
+        read.sharded,
     )
 
 

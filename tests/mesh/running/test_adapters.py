@@ -113,6 +113,23 @@ def test_answers_are_their_adapters_when_an_instance_dies(
         command.stop()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("-tp", "2"), pytest.param(("-pp", "2", "-tp", "2"), marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
+def test_ranks_and_stages_have_their_parts_of_adapters(
+    flags: tuple[str, ...], adapted: Adapted, tmp_path: Path
+) -> None:
+    ports = Ports()
+    with adapted.serve(tmp_path / "log", ports, "-dp", "1", *flags) as command:
+        command.wait_for("1 instance ready")
+        expected = [adapted.truth(name, prompt, TOKENS) for name, prompt in prompts()]
+        assert asyncio.run(all_streams(ports)) == expected
+        assert "Traceback" not in command.log
+        assert command.stop() == 0
+
+
 def test_adapters_are_models_with_a_parent(adapted: Adapted, tmp_path: Path) -> None:
     ports = Ports()
     with adapted.serve(tmp_path / "log", ports, "-dp", "1") as command:

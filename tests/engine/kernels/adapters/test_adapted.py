@@ -21,6 +21,7 @@ from engine.kernels.decoder import recognise
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
+from parallel.kernel_kinds import Kind
 from tests.engine.adapters.made_adapters import make_adapter
 from tests.engine.kernels.test_kernels import BLOCK_SIZE, NUM_BLOCKS, packed_rows
 from tests.engine.native_families import make_family
@@ -43,13 +44,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class Served:
     """A model on native kernels with three adapters, and transformers' model with each of them."""
 
-    def __init__(self, directory: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        family: str,
+        dtype: torch.dtype = torch.float32,
+        kernels: library.KernelLibrary | None = KERNELS,
+    ) -> None:
         path = directory / "model"
         make_family(path, family)
         self.model = load_model(read_model_info(path), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
-        assert KERNELS is not None
+        assert kernels is not None
         decoder = recognise(self.model.module, self.model.layers, self.model.dtype)
-        self.program = Program(KERNELS, decoder, adapters=ROOM)
+        self.program = Program(kernels, decoder, adapters=ROOM)
         self.program.use(
             NativeCache(self.model.layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
         )
@@ -77,7 +84,13 @@ class Served:
         return self.program.forward(replace(packed, adapters=numbers), ids, wanted).clone()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+AT_NIGHT = ("llama", "gemma2", "olmo2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[pytest.mark.nightly] * (each in AT_NIGHT)) for each in FAMILIES],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -112,6 +125,14 @@ def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(served: Served)
         request, _, count = row
         in_chunks = torch.cat([served.logits([(request, at, 1)], [number]) for at in range(count)])
         assert torch.equal(in_chunks, alone)
+
+
+@pytest.mark.parametrize("kind", ["avx512", "avx2"])
+def test_bits_in_bfloat16_are_those_of_a_row_alone(kind: Kind, tmp_path: Path) -> None:
+    if (reason := library.why_not(kind)) is not None:
+        pytest.skip(reason)
+    served = Served(tmp_path, "qwen3", torch.bfloat16, library.opened(kind))
+    test_a_row_has_the_same_bits_alone_and_beside_other_adapters(served)
 
 
 def test_an_adapter_can_be_put_in_the_place_of_another(served: Served) -> None:
