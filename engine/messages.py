@@ -325,6 +325,16 @@ class FileCounters(msgspec.Struct, frozen=True, array_like=True):
     """
 
 
+class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
+    """Low-rank adapters that an instance's requests have, by name."""
+
+    most: int
+    """Adapters that running requests may have at once."""
+    running: list[str]
+    waiting: list[str]
+    """Of requests that wait."""
+
+
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """State of an instance after a step, for one router.
 
@@ -354,6 +364,8 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """None: it fetches nothing."""
     files: FileCounters | None = None
     """None: it keeps no blocks in files."""
+    adapters: AdapterUse | None = None
+    """None: it serves none."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.core.admission import Admission
 from engine.core.cache_sharing import CacheSharing
 from engine.core.step_pipeline import StepPipeline
-from engine.messages import BlockEvents, Capacity, InstanceReport
+from engine.messages import AdapterUse, BlockEvents, Capacity, InstanceReport
 from engine.pieces.block_log import BlockLog
 from engine.pieces.pool import PiecePool
 from engine.scheduling.report_policy import LoadSnapshot
@@ -95,6 +95,19 @@ class Reporting:
             fetch_price=1.0 if exchange is None else round(exchange.sources.price_now(), 2),
             transfers=None if exchange is None else exchange.counters(fetched),
             files=None if tier is None else tier.counters(),
+            adapters=self._adapters(),
+        )
+
+    def _adapters(self) -> AdapterUse | None:
+        """Adapters of running and waiting requests; None where there are none."""
+        lora, queues = self._config.lora, self._scheduler.queues
+        if not lora.enable_lora:
+            return None
+        names = {source.digest: source.name for source in lora.sources}
+        waiting = {request.adapter for request in queues.waiting if request.adapter}
+        running = queues.adapters.running
+        return AdapterUse(
+            lora.max_loras, *(sorted(map(names.__getitem__, each)) for each in (running, waiting))
         )
 
     @property

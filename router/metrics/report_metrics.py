@@ -82,6 +82,7 @@ def of_reports(
         *_by_kind(model, reports, block_size),
         *_of_transfers(model, reports),
         *of_files(model, reports),
+        *_of_adapters(reports),
         *_of_lockstep(model, reports),
     ]
 
@@ -131,6 +132,22 @@ def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int 
             found = buckets(ITERATION_BOUNDS, counters.step_sizes)
             sizes.add_metric(labels, found, counters.scheduled_tokens)
     return [waiting, asleep, sources, sizes, taken, cache]
+
+
+def _of_adapters(reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
+    """Low-rank adapters of each instance, in vLLM's form, which gateways read.
+
+    Its value there is a time, by which the newest of several lines is found. Here there is one.
+    """
+    info = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Low-rank adapters of running and of waiting requests.",
+        labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters", "engine"),
+    )
+    for rank, report in sorted(reports.items()):
+        if (use := report.adapters) is not None:
+            info.add_metric([str(use.most), ",".join(use.waiting), ",".join(use.running), str(rank)], 1.0)
+    return [info] if info.samples else []
 
 
 def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:

@@ -145,6 +145,8 @@ def test_adapters_are_models_with_a_parent(adapted: Adapted, tmp_path: Path) -> 
         ]
         assert [each.startswith(prints[0]) for each in prints] == [True] * 3
         assert len(set(prints)) == 3
+        metrics = asyncio.run(text_of(ports, "/metrics"))
+        assert 'vllm:lora_requests_info{engine="0",max_lora="2"' in metrics
         missing = asyncio.run(answer_of(ports, "/v1/completions", model="four"))
         assert missing["error"]["code"] == 404
         assert command.stop() == 0
@@ -156,6 +158,11 @@ async def answer_of(ports: Ports, path: str, **body: Any) -> Any:
         send = http.post(f"{ports.url}{path}", json=body) if body else http.get(f"{ports.url}{path}")
         async with send as answer:
             return await answer.json()
+
+
+async def text_of(ports: Ports, path: str) -> str:
+    async with aiohttp.ClientSession() as http, http.get(f"{ports.url}{path}") as answer:
+        return await answer.text()
 
 
 def test_an_adapter_that_cannot_be_served_ends_the_start(adapted: Adapted, tmp_path: Path) -> None:
