@@ -119,6 +119,7 @@ class _KernelCopies:
     """Copies of blocks by a kernel, with its tables and its rows on the device."""
 
     def __init__(self, parts: Sequence[torch.Tensor], stream: CopyStream, rows: int) -> None:
+        self._parts = parts  # the kernel knows only where they are
         sizes, device = [part.shape[1] for part in parts], parts[0].device
         addresses = [part.data_ptr() for part in parts]
         word = 4 if all(each % 4 == 0 for each in chain(sizes, addresses)) else 1

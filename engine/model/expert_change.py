@@ -136,8 +136,10 @@ class HeldExperts:
         if not self.bytes_per_expert:
             return 0
         each = self.bytes_per_expert * self.copies
-        most = self.most if self.slots is None else max(self.most, self.slots.capacity)
-        fit = most + max(0, free_bytes) // each
+        fit = self.most + max(0, free_bytes) // each
+        if self.slots is not None:  # a layer that gets more slots stands in memory twice for a moment
+            slots = self.slots.capacity
+            fit = max(slots, (max(0, free_bytes) + slots * each) // (each + max(self._bytes)))
         return fit if self._limit_bytes is None else min(fit, max(1, self._limit_bytes // each))
 
     def check_limit(self, most_held: int = 0) -> None:

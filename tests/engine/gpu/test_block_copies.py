@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.gpu import block_copies
+from engine.executor.cache_staging import CacheStaging
+from engine.gpu import block_copies, copy_stream
 from engine.gpu.block_copies import BlockCopies
+from engine.gpu.copy_stream import CudaCopyStream
+from engine.step import StepResult
 from engine.transfers import staged_memory
 from engine.transfers.block_memory import CacheGone
 from engine.transfers.staged_memory import StagedMemory
@@ -184,3 +188,74 @@ def test_copies_of_several_threads_take_turns() -> None:
         each.join(60)
     assert wrong == []
     assert (rows_of(parts, list(range(NUM_BLOCKS))) == expected).all()
+
+
+class FakeCuda:
+    """Stand-ins for torch's streams and events, which note what is asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.notes: list[tuple[str, object]] = []
+        self.is_done = True
+        notes, cuda = self.notes, self
+
+        class Stream:
+            def __init__(self, _device: torch.device) -> None:
+                pass
+
+            def wait_event(self, event: Event) -> None:
+                notes.append(("waits", event))
+
+        class Event:
+            def record(self, stream: object) -> None:
+                notes.append(("records", stream))
+
+            def query(self) -> bool:
+                return cuda.is_done
+
+        for name, stand_in in (("Stream", Stream), ("Event", Event)):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "steps")
+
+
+def test_copies_on_cuda_wait_for_the_mark_of_the_last_step_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    stream = CudaCopyStream(torch.device("cuda", 0))
+
+    def copy() -> None:
+        cuda.notes.append(("copies", None))
+
+    stream.run(copy)
+    assert cuda.notes == [("copies", None), ("records", stream._stream)]
+    ends = [stream.mark(), stream.mark()]
+    assert cuda.notes[2:] == [("records", "steps")] * 2
+    waited = []
+    for end in ends:
+        end()
+        cuda.notes.clear()
+        stream.run(copy)
+        assert [what for what, _ in cuda.notes] == ["waits", "copies", "records"]
+        waited.append(cuda.notes[0][1])
+    assert waited[0] is not waited[1]
+    cuda.is_done = False
+    monkeypatch.setattr(copy_stream, "COPY_TIMEOUT", 0.01)
+    with pytest.raises(TimeoutError, match="a copy of KV blocks takes more than"):
+        stream.run(copy)
+
+
+def test_a_step_is_marked_when_it_is_launched_and_ends_with_its_result() -> None:
+    device = CopyingDevice()
+    staging = CacheStaging(device, tensors([64]))
+    launched, goes_on = threading.Event(), threading.Event()
+    device.steps.submit(lambda: (launched.set(), goes_on.wait(60)))
+    finish = staging.marked(lambda: StepResult([5]))
+    assert launched.wait(60)
+    assert device._ended is None
+    assert finish().tokens == [5]
+    assert device._ended is not None
+    assert not device._ended.is_set(), "its mark is behind what was launched before"
+    goes_on.set()
+    assert (staging.memory.read([3]) == rows_of(tensors([64]), [3])).all()
