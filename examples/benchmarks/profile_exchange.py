@@ -59,7 +59,7 @@ def member(
     from engine.model.checkpoint import read_model_info
     from engine.model.expert_weights import ExpertShare
     from engine.model.weights import load_model
-    from examples.benchmarks.roofline import packed_step
+    from engine.roofline.work import packed_step
     from parallel.groups import form
     from parallel.links.meeting import MeetingClient
     from parallel.placement import assign_experts

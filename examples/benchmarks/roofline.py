@@ -40,29 +40,32 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
-from engine.kernels.attention.attention import Attention
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.decoder import DecoderModel, recognise
-from engine.kernels.experts.mixture import Moe
-from engine.kernels.mlp.mlp import Mlp
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
+from engine.roofline.work import (
+    BLOCK,
+    Rows,
+    attention_work,
+    consecutive,
+    packed_step,
+    vocabulary_of,
+    work_of,
+)
 from examples.benchmarks.bench_lockstep import print_table
 from parallel.kernel_kinds import KINDS
 from parallel.machine_rates import best_kind, probe
 from router.tools.bench.report import machine
 
 CONTEXT = 160
-BLOCK = 16
 BATCHES = [1, 8, 32, 64, 128, 256]
 PROMPTS = [128, 512, 2048, 4096, 8192, 16_384]
 ROW_SECONDS = 5.0
 """Seconds of measuring a kind of step, unless one alone takes longer."""
-Rows = list[tuple[int, int]]
-"""(start, count) of each sequence's tokens in a step."""
 
 
 def median_of(action: Callable[[], object], times: int) -> float:
@@ -86,73 +89,6 @@ def limits(dtype: torch.dtype, model_bytes: int, threads: int, kind: str) -> dic
         "memory_model_size": rates.reading(threads, model_bytes),
         "matrix": max(*(rates.operations(name, threads) for name in types), *products),
     }
-
-
-def vocabulary_of(decoder: DecoderModel) -> int:
-    """Width of the logits."""
-    assert decoder.output is not None
-    return decoder.output.vocab
-
-
-def weight_numbers(decoder: DecoderModel, tokens: int, wanted: int) -> tuple[float, float]:
-    """Weights that a step with so many tokens reads, and products with them.
-
-    Logits are wanted for ``wanted`` tokens. Experts count as if all tokens chose at random.
-    """
-    read = float(vocabulary_of(decoder) * decoder.hidden)
-    products = wanted * read
-    for layer in decoder.layers:
-        rows = wanted if layer is decoder.layers[-1] else tokens  # behind the last layer's keys and values
-        assert isinstance(layer.mixer, Attention)
-        qkv, own = sum(each.numel() for each in layer.mixer.qkv), layer.mixer.out.numel()
-        if isinstance(layer.mlp, Mlp):
-            own += sum(each.numel() for each in layer.mlp.matrices())
-        elif isinstance(moe := layer.mlp, Moe):
-            one = 3 * moe.width * decoder.hidden
-            missed = (1 - moe.top_k / moe.num_experts) ** rows
-            own += moe.router.numel()
-            read += moe.num_experts * (1 - missed) * one
-            products += rows * moe.top_k * one
-        read, products = read + qkv + own, products + tokens * qkv + rows * own
-    return read, products
-
-
-def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np.ndarray]:
-    starts, counts = (np.array(column) for column in zip(*rows, strict=True))
-    positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
-    width = int((starts + counts).max()) // BLOCK + 1
-    tables = np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)
-    ids = (positions * 31 + np.repeat(np.arange(len(rows)), counts) * 977) % vocabulary
-    return PackedRows(starts, counts, tables, positions, int((counts == 1).sum())), ids, np.cumsum(counts) - 1
-
-
-def attention_work(decoder: DecoderModel, rows: Rows, size: int) -> tuple[float, float]:
-    """Bytes of keys and values that attention reads, and operations of its products."""
-    keys = sum(start + count for start, count in rows)
-    pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
-    mixers = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, Attention)]
-    cached = sum(2 * each.kv_heads * each.dim for each in mixers)
-    *widths, last = (each.heads * each.dim for each in mixers)
-    return cached * keys * size, 4 * sum(widths) * pairs + 4 * last * keys
-
-
-def consecutive(program: Program, vocabulary: int, rows: Rows, times: int) -> tuple[float, Any]:
-    """Median seconds of a decode step that follows another, and its mean seconds by kind.
-
-    Each chooses its tokens, as when serving. They stay in one block of the cache, then begin again.
-    """
-    seconds: list[float] = []
-    spent = np.zeros_like(program.seconds)
-    while len(seconds) < times:
-        program.choose(*packed_step(rows, vocabulary))
-        before = program.seconds.copy()
-        for _ in range(min(BLOCK - 1, times - len(seconds))):
-            began = time.perf_counter()
-            chosen = program.continue_rows({})
-            seconds.append(time.perf_counter() - began)
-            assert chosen is not None, "the rows are the same"
-        spent += program.seconds - before
-    return statistics.median(seconds), spent / times
 
 
 def repeated(
@@ -181,15 +117,12 @@ def measure(
     else:
         given = [packed_step(rows, vocabulary_of(decoder)) for rows in steps]
         seconds, spent = repeated(program, given, times)
-    size = decoder.dtype.itemsize
-    kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
     num_bytes = operations = cached = attention = 0.0
-    for rows, (_, ids, wanted) in zip(steps, given, strict=True):
-        read, products = weight_numbers(decoder, len(ids), len(wanted))
-        step_cached, step_attention = attention_work(decoder, rows, size)
-        num_bytes, operations = num_bytes + kept * read * size, operations + 2 * products
+    for rows, (_, _, wanted) in zip(steps, given, strict=True):
+        work = work_of(decoder, program, rows, len(wanted))
+        step_cached, step_attention = attention_work(decoder, rows, decoder.dtype.itemsize)
+        num_bytes, operations = num_bytes + work.read_bytes, operations + work.operations
         cached, attention = cached + step_cached, attention + step_attention
-    num_bytes, operations = num_bytes + cached, operations + attention
     limit = max(num_bytes / reach["memory"], operations / reach["matrix"])
     attended = max(float(spent[OperationKind.ATTEND]), 1e-9)
     return {

@@ -34,8 +34,9 @@ from engine.kernels.core import library
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import OperationKind, OperationList, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
+from engine.roofline.work import BLOCK, Rows, packed_step
 from examples.benchmarks.bench_lockstep import print_table
-from examples.benchmarks.roofline import BLOCK, Rows, limits, packed_step
+from examples.benchmarks.roofline import limits
 from router.tools.bench.report import machine
 
 

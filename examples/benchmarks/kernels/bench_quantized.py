@@ -32,8 +32,9 @@ from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
+from engine.roofline.work import BLOCK, consecutive
 from examples.benchmarks.bench_lockstep import print_table
-from examples.benchmarks.roofline import BLOCK, CONTEXT, consecutive
+from examples.benchmarks.roofline import CONTEXT
 from router.tools.bench.report import machine
 
 PLAIN = "bfloat16"
