@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of the host's share of decode steps on a pretended device, scheduled ahead or not.
+"""Benchmark of the host's share of decode steps, on a pretended device.
 
     python -m examples.benchmarks.gpu.host_share
     python -m examples.benchmarks.gpu.host_share --rows 1 256 --device-ms 1.4
