@@ -24,7 +24,7 @@ class CacheSharing:
     """Exchange of KV blocks with other instances, files, dead instances and event readers."""
 
     def __init__(self, pool: PiecePool, scheduler: Scheduler, block_size: int, in_flight: int) -> None:
-        """``in_flight``: most steps under way at once."""
+        """``in_flight``: most steps under way at once while something is checked."""
         self._pool = pool
         self._scheduler = scheduler
         self._block_size = block_size
@@ -172,6 +172,11 @@ class CacheSharing:
         request = checks.begin(is_busy=bool(queues.running))
         if request is not None:
             self._scheduler.add(request)
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether something is compared at the end of a step, which no other may follow before that."""
+        return self.checks is not None and self.checks.is_busy
 
     def check(self, filled: Filled) -> None:
         """Compare what the last step has computed for checks, before its tokens are taken in.

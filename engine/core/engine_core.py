@@ -59,7 +59,8 @@ class EngineCore:
         )
         """Slots of the KV cache and of other pieces."""
         self.scheduler = Scheduler(_rules(config, executor, place), self.pool, speculation)
-        self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, executor.in_flight)
+        depth = 1 if executor.runs_ahead else executor.in_flight
+        self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, depth)
         adapters = frozenset(source.digest for source in config.lora.sources)
         self._admission = Admission(
             config.scheduler, info, max_model_len, self.scheduler, self.sharing, adapters

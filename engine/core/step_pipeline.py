@@ -68,6 +68,8 @@ class StepPipeline:
         In lockstep some are without any rows of this instance. Returns whether no further step follows.
         """
         while len(self._under_way) < self._executor.in_flight:
+            if self._under_way and self._sharing.is_checking:
+                return False  # nothing may be ahead of the step whose results are compared
             step = self._unfinished.popleft() if self._unfinished else self._schedule() or Step()
             agreement = self._agree(step)
             if not agreement.runs:
@@ -94,7 +96,8 @@ class StepPipeline:
         if exchange is not None:
             if len(step.slots) < step.num_tokens:
                 exchange.sources.computed(step.num_tokens, self._finished_at - began)
-            self._sharing.check(filled_by(step))
+            if not self._under_way:
+                self._sharing.check(filled_by(step))
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)

@@ -47,6 +47,12 @@ class CacheChecks:
     def __repr__(self) -> str:
         return f"<CacheChecks {self.of_transfers!r} {self.spot_checks!r}>"
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is in steps whose results are compared."""
+        spot_checks = self.spot_checks
+        return len(self.of_transfers) > 0 or (spot_checks is not None and spot_checks.request is not None)
+
     def admitted(self, request: Request) -> None:
         """Begin the check of what was fetched for a request that begins to be computed."""
         self.of_transfers.admitted(request)
