@@ -1,0 +1,1 @@
+"""Caches of real instances, with faults planted in them."""
