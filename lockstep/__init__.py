@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from router.offline.llm import LLM
     from router.offline.mesh import EngineDeadError
     from router.offline.outputs import CompletionOutput, Logprob, RequestOutput
-    from router.offline.params import SamplingParams
+    from router.offline.params import LoRARequest, SamplingParams
     from router.offline.run import GenerationError
     from router.openai_api import StructuredOutputs as StructuredOutputsParams
 
@@ -23,6 +23,7 @@ __all__ = [
     "CompletionOutput",
     "EngineDeadError",
     "GenerationError",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -34,6 +35,7 @@ _HOMES = {
     "EngineDeadError": "router.offline.mesh:EngineDeadError",
     "GenerationError": "router.offline.run:GenerationError",
     "LLM": "router.offline.llm:LLM",
+    "LoRARequest": "router.offline.params:LoRARequest",
     "Logprob": "router.offline.outputs:Logprob",
     "RequestOutput": "router.offline.outputs:RequestOutput",
     "SamplingParams": "router.offline.params:SamplingParams",

@@ -55,9 +55,15 @@ class JobMaker:
         self._max_logprobs = max_logprobs
         self._chance = chance
 
-    def from_prompt(self, request_id: str, prompt: Any, params: SamplingParams, priority: int) -> Job:
-        """A job for a text, a list of token ids, or a dictionary with either."""
+    def from_prompt(
+        self, request_id: str, prompt: Any, params: SamplingParams, priority: int, adapter: str = ""
+    ) -> Job:
+        """A job for a text, a list of token ids, or a dictionary with either.
+
+        ``adapter``: name of a low-rank adapter; empty for none.
+        """
         request = _request(params, priority)
+        request.model = adapter or None
         text, ids, salt = _parts(prompt)
         request.prompt = text if ids is None else [*ids]
         request.cache_salt = salt
@@ -68,10 +74,16 @@ class JobMaker:
         return self._job(request_id, request, params, made, text)
 
     def from_messages(
-        self, request_id: str, messages: list[dict[str, Any]], params: SamplingParams, **fields: Any
+        self,
+        request_id: str,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        adapter: str = "",
+        **fields: Any,
     ) -> Job:
         """A job for a conversation. ``fields`` are those of a chat request about its template."""
         request = _request(params, 0)
+        request.model = adapter or None
         chat = ChatRequest(messages=messages, truncate_prompt_tokens=params.truncate_prompt_tokens, **fields)
         check(chat)
         made = chat_prompt(chat, self._model)

@@ -34,7 +34,7 @@ from router.offline.config import llm_config
 from router.offline.inputs import Job, JobMaker, as_conversations, as_prompts, in_users_terms, one_per_prompt
 from router.offline.mesh import PrivateMesh
 from router.offline.outputs import RequestOutput, scores_of
-from router.offline.params import SamplingParams
+from router.offline.params import LoRARequest, SamplingParams
 from router.offline.progress import progress_bar
 from router.offline.run import run_jobs
 from router.text.chat_template import ChatTemplateError, load_chat_templates
@@ -52,6 +52,10 @@ With so many, no batch waits for the next prompt.
 """
 
 Message = Mapping[str, Any]
+
+
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, one for each, or none."""
 
 
 class LLM:
@@ -152,7 +156,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs in the order of the prompts.
@@ -160,20 +164,22 @@ class LLM:
         ``prompts``: a text, a list of token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` (both
         with an optional ``cache_salt``), or a list of any of those. ``sampling_params``: one for all, or one
         per prompt; None: the model's defaults. ``use_tqdm``: a progress bar, or a class that makes one.
-        ``lora_request`` must be None, as in :meth:`chat`: adapters are not supported.
+        ``lora_request``: the low-rank adapter of all prompts, or one for each; those of ``lora_modules``.
 
         Raises:
             ValueError, TypeError: a prompt or parameter that cannot be used; nothing has been generated then.
             GenerationError, EngineDeadError: the mesh could not finish.
         """
-        _check_adapters(lora_request)
         given = as_prompts(prompts)
+        adapters = _adapters_of(lora_request, len(given), self._model.served)
         params = self._params_of(sampling_params, len(given))
         priorities = one_per_prompt(0 if priority is None else priority, len(given), "priority")
         maker = self._maker(self._model)
         return self._run(
             len(given),
-            lambda index, id: maker.from_prompt(id, given[index], params[index], priorities[index]),
+            lambda index, id: maker.from_prompt(
+                id, given[index], params[index], priorities[index], adapters[index]
+            ),
             use_tqdm,
         )
 
@@ -182,7 +188,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -194,8 +200,8 @@ class LLM:
 
         ``chat_template``: a Jinja file, or the template itself, instead of the model's.
         """
-        _check_adapters(lora_request)
         conversations = as_conversations(messages)
+        adapters = _adapters_of(lora_request, len(conversations), self._model.served)
         params = self._params_of(sampling_params, len(conversations))
         maker = self._maker(self._model if chat_template is None else self._with_template(chat_template))
 
@@ -204,6 +210,7 @@ class LLM:
                 id,
                 conversations[index],
                 params[index],
+                adapters[index],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
@@ -316,10 +323,24 @@ class LLM:
         self._mesh.close(waits_for_others=waits_for_others)
 
 
-def _check_adapters(given: object) -> None:
-    """Refuse adapters: vLLM takes one for all prompts, or a list."""
-    if given is not None and not (isinstance(given, Sequence) and all(each is None for each in given)):
-        raise ValueError("lora_request is not supported: merge the adapter into the model's weights.")
+def _adapters_of(given: Adapters, count: int, served: ServedModel) -> list[str]:
+    """Name of each prompt's adapter; empty for none.
+
+    Raises:
+        ValueError: one is not served.
+        TypeError: something that is no :class:`LoRARequest`.
+    """
+    names = []
+    for each in one_per_prompt(given, count, "lora_request"):
+        if each is not None and not isinstance(each, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, or a list of them, not {each!r:.60}")
+        if each is not None and not served.adapter_of(each.lora_name):
+            raise ValueError(
+                f"there is no adapter {each.lora_name!r}: LLM(..., enable_lora=True, "
+                f"lora_modules=['{each.lora_name}=DIRECTORY']) serves it"
+            )
+        names.append("" if each is None else each.lora_name)
+    return names
 
 
 def _local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]:
@@ -340,4 +361,5 @@ def _served(settings: Settings, directory: str) -> ServedModel:
         vocab_size=settings.vocab_size,
         max_model_len=settings.max_model_len,
         fingerprint=settings.fingerprint,
+        adapters=() if settings.lora is None else settings.lora.adapters,
     )

@@ -19,6 +19,16 @@ OFFLINE_ONLY = ("detokenize", "extra_args", "output_kind")
 FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """Choice of a low-rank adapter, as in vLLM: by its name among ``lora_modules``."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    """Not used: names are enough."""
+    lora_path: str = ""
+    """Not used: ``lora_modules`` has the directory."""
+
+
 class SamplingParams(SamplingFields, kw_only=True):
     """Sampling parameters of the class ``LLM``: names, ranges and defaults of vLLM's.
 

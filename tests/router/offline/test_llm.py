@@ -26,7 +26,7 @@ from router.offline.inputs import JobMaker
 from router.offline.llm import LLM
 from router.offline.mesh import EngineDeadError
 from router.offline.outputs import RequestOutput
-from router.offline.params import SamplingParams
+from router.offline.params import LoRARequest, SamplingParams
 from router.offline.run import run_jobs
 from router.text.text_model import TextModel
 from tests.router.conftest import MAX_MODEL_LEN
@@ -264,19 +264,23 @@ def test_no_more_than_so_many_are_in_flight(mesh: FakeMesh, make_llm: Make) -> N
         assert most == 4, "at least one prompt, whatever its samples"
 
 
-def test_adapters_are_refused_where_there_are_any(mesh: FakeMesh, make_llm: Make) -> None:
+def test_adapters_that_are_not_served_are_refused(mesh: FakeMesh, make_llm: Make) -> None:
     conversation = [{"role": "user", "content": "Hello"}]
     with make_llm() as llm:
         outputs = llm.generate(["a", "b"], use_tqdm=False, lora_request=None)
         outputs += llm.chat(conversation, None, False, None)
         assert [output.metrics for output in outputs] == [None] * 3
-        adapters: list[Any] = [None, object()]
-        assert len(llm.generate(["a"], use_tqdm=False, lora_request=adapters[:1])) == 1  # type: ignore[arg-type]
-        for given in (object(), adapters):
-            with pytest.raises(ValueError, match="lora_request is not supported: merge"):
-                llm.generate(["a", "b"], lora_request=given)  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="lora_request is not supported: merge"):
-                llm.chat(conversation, lora_request=given)  # type: ignore[arg-type]
+        unknown = LoRARequest("poet", 1, "/adapters/poet")
+        assert len(llm.generate(["a"], use_tqdm=False, lora_request=[None])) == 1
+        for given in (unknown, [None, unknown]):
+            with pytest.raises(ValueError, match="there is no adapter 'poet': LLM"):
+                llm.generate(["a", "b"], lora_request=given)
+        with pytest.raises(ValueError, match="there is no adapter 'poet': LLM"):
+            llm.chat(conversation, lora_request=unknown)
+        with pytest.raises(ValueError, match="there are 2 prompts, but lora_request has 1 entries"):
+            llm.generate(["a", "b"], lora_request=[None])
+        with pytest.raises(TypeError, match="lora_request must be a LoRARequest"):
+            llm.generate(["a"], lora_request="poet")  # type: ignore[arg-type]
 
 
 def test_kinds_of_prompts(mesh: FakeMesh, make_llm: Make) -> None:
