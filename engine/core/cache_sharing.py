@@ -175,7 +175,7 @@ class CacheSharing:
 
     @property
     def is_checking(self) -> bool:
-        """Whether something is compared at the end of a step, which no other may follow before that."""
+        """Whether something is compared at the end of a step, which no other may follow."""
         return self.checks is not None and self.checks.is_busy
 
     def check(self, filled: Filled) -> None:

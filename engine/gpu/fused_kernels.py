@@ -80,7 +80,7 @@ def rotate(
     query and key [heads, tokens, DIM] by strides, the queries' heads first; cosines and sines [tokens, DIM].
     Results are [tokens, heads, DIM], in one piece.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # strides times them are large
     HALF: tl.constexpr = DIM // 2
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -124,7 +124,7 @@ def rotate_and_store(
     rotated_query is [tokens, HEADS, DIM] in one piece; keys and values [slots, KV_HEADS, dim] are written at
     ``slots[token]``, both by the program of the key.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # strides times them are large
     HALF: tl.constexpr = DIM // 2
     column = tl.arange(0, BLOCK)
     inside = column < HALF

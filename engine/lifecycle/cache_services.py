@@ -182,8 +182,6 @@ class CacheServices:
             heir=self._heir,
         )
         logger.info("KV blocks are lent at %s (cache %s)", mover.address, identity)
-        if self._numerics.invariant and executor.runs_ahead:
-            logger.info("cached blocks are not checked while steps run ahead; --no-async-scheduling has them")
 
     def _file_tier(
         self, core: EngineCore, memory: CacheMemory, identity: str, wake: Callable[[], None]
