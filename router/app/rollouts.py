@@ -141,7 +141,7 @@ class RolloutEndpoints:
             raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
 
     async def _set(self, request: Request, mode: PauseMode | None) -> None:
-        """Order a pause or its end, and wait until it is in effect on all instances.
+        """Order a pause or its end, and wait until all instances follow.
 
         It stays ordered if the client goes away.
         """
