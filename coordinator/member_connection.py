@@ -39,6 +39,7 @@ from coordinator.messages import (
     ViewChange,
     ViewCurrent,
     Watch,
+    WeightsReport,
     Welcome,
 )
 from coordinator.numerics import Numerics
@@ -176,6 +177,12 @@ class MemberConnection:
         """Report that these orders are in effect here."""
         self._state.in_effect = max(self._state.in_effect, orders.revision)
         self._wake()
+
+    def report_weights(self, report: WeightsReport) -> None:
+        """Report how far this instance is with weight versions, if that has changed."""
+        if report != self._state.weights:
+            self._state.weights = report
+            self._wake()
 
     def enter(self, group: GroupPlan | None) -> None:
         """Report the group in which this instance steps now, or none."""

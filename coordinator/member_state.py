@@ -35,6 +35,7 @@ from coordinator.messages import (
     View,
     ViewChange,
     ViewCurrent,
+    WeightsReport,
     Welcome,
     is_same_but_name,
 )
@@ -80,6 +81,8 @@ class MemberState:
         """The newest ones."""
         self.in_effect = 0
         """Revision of the orders that are in effect here."""
+        self.weights = WeightsReport()
+        """How far this instance is with weight versions."""
         self.on_orders: Callable[[], None] | None = None
         self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
@@ -114,7 +117,7 @@ class MemberState:
     def outgoing(self, load: Load) -> list[ToCoordinator]:
         """Messages to send now: at every interval, and at each change."""
         if self.welcome is None:
-            return [msgspec.structs.replace(self.register, numerics=self.numerics)]
+            return [msgspec.structs.replace(self.register, numerics=self.numerics, orders=self.orders)]
         heartbeat = Heartbeat(
             instance=self.register.instance,
             state=self.state,
@@ -138,6 +141,7 @@ class MemberState:
             orders=OrdersReport(
                 self.orders.revision, self.orders.token, self.in_effect >= self.orders.revision
             ),
+            weights=self.weights,
         )
         return [heartbeat] if self._lost is None else [heartbeat, self._lost]
 
@@ -224,8 +228,6 @@ class MemberState:
         """
         if self.welcome is None:
             return False
-        self.register = msgspec.structs.replace(
-            self.register, epoch=self.epoch, group=self._group, orders=self.orders
-        )
+        self.register = msgspec.structs.replace(self.register, epoch=self.epoch, group=self._group)
         self.welcome, self.heartbeat_interval, self._answers = None, None, 0
         return True

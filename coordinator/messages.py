@@ -246,8 +246,10 @@ class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, om
     """Identifies the coordinator process that gave this revision its number."""
     weights: WeightVersion = WeightVersion()
     """The current version; an instance with an older one in use follows."""
+    in_flight: InFlight = InFlight.KEEP
+    """What becomes of requests in flight when an instance goes over to it."""
     update: WeightUpdate | None = None
-    """The one to prepare."""
+    """The version to prepare."""
     pause: PauseMode | None = None
     command: str = ""
     """Id of the newest command about the pause."""
@@ -266,6 +268,20 @@ class OrdersReport(msgspec.Struct, frozen=True, array_like=True):
     token: str = ""
     in_effect: bool = True
     """Whether nothing happens here any more that they forbid."""
+
+
+class WeightsReport(msgspec.Struct, frozen=True, array_like=True):
+    """How far an instance is with weight versions."""
+
+    number: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Number of the version in use."""
+    prepared: str = ""
+    """Id of the update that is prepared."""
+    digest: str = ""
+    """Its digest."""
+    failed: str = ""
+    """Id of the update that could not be prepared."""
+    reason: str = ""
 
 
 # ---- to the coordinator
@@ -350,6 +366,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     is_role_set: bool = False
     """Whether an operator has set the role, and not the command line."""
     orders: OrdersReport = OrdersReport()
+    weights: WeightsReport = WeightsReport()
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -462,6 +479,21 @@ class SetPause(msgspec.Struct, frozen=True, tag="set_pause", kw_only=True):
     """None: go on."""
 
 
+class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=True):
+    """An operator, or a trainer, wants all instances to go over to other weights.
+
+    The same command again asks how far that is: 202 not yet, 200 in use everywhere, 500 abandoned.
+    """
+
+    command: str
+    source: str
+    """Directory that has them, on every host."""
+    label: str = ""
+    number: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    """None: the next one."""
+    in_flight: InFlight = InFlight.KEEP
+
+
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     """An operator wants so many instances in all.
 
@@ -487,7 +519,7 @@ class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
-OperatorCommand = Drain | Scale | SetRole | Rebalance | SetPause
+OperatorCommand = Drain | Scale | SetRole | Rebalance | SetPause | UpdateWeights
 """Wishes of operators, each answered by an :class:`OperatorAnswer`."""
 
 ToCoordinator = (
@@ -503,6 +535,7 @@ ToCoordinator = (
     | SetRole
     | Rebalance
     | SetPause
+    | UpdateWeights
     | OperatorAnswer
 )
 

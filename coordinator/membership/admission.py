@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 
+import msgspec
 from msgspec import Struct
 
 from coordinator.config import MAX_INSTANCES
@@ -73,6 +74,11 @@ def problem_with(
     return "this instance differs from the mesh: " + "; ".join(differences)
 
 
+def without_weights(numerics: Numerics) -> Numerics:
+    """A numerics class without what follows from the weights."""
+    return msgspec.structs.replace(numerics, fingerprint="", weights="")
+
+
 def other_class(numerics: Numerics | None, members: Collection[Numerics]) -> str | None:
     """Why an instance computes other bits than the mesh, and what to do.
 
@@ -100,12 +106,13 @@ class OneModel:
     def __repr__(self) -> str:
         return f"<OneModel {self._weights or 'unknown'}>"
 
-    def problem_with(self, numerics: Numerics | None) -> str | None:
+    def problem_with(self, numerics: Numerics | None, *, change: bool = False) -> str | None:
         """Why an instance has other weights than the mesh.
 
-        None if it has the same ones, or random ones.
+        None if it has the same ones, or random ones, or if weights ``change``: the digest of each version is
+        checked when it is prepared.
         """
-        if numerics is None or not numerics.weights:
+        if numerics is None or not numerics.weights or change:
             return None
         self._weights = self._weights or numerics.weights
         if numerics.weights == self._weights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coordinator.membership.admission import OneModel, other_class
+from coordinator.membership.admission import OneModel, other_class, without_weights
 from coordinator.membership.groups import Groups
 from coordinator.membership.operations import Operations
 from coordinator.membership.records import Instruction, Note, Peer, Record, Send
@@ -51,7 +51,9 @@ class Heartbeats:
         self._roster.records.heard(record)
         if record.numerics != numerics:
             self._roster.records.count_class(record, numerics)
-            if (problem := self._model.problem_with(record.numerics)) is not None:
+            if (
+                problem := self._model.problem_with(record.numerics, change=self._orders.change_weights)
+            ) is not None:
                 yield from self._refuse(peer, record, problem)
                 return
         remark = self._class_remark(record) if changed else None
@@ -95,7 +97,11 @@ class Heartbeats:
         """Why an instance that has its weights is of another numerics class than the others."""
         if record.numerics is None and record.state not in (State.LOADED, State.READY):
             return None
-        return other_class(record.numerics, self._roster.records.classes(but=record))
+        others = self._roster.records.classes(but=record)
+        if self._orders.change_weights and record.numerics is not None:
+            mine = without_weights(record.numerics)
+            return None if mine in map(without_weights, others) else other_class(record.numerics, others)
+        return other_class(record.numerics, others)
 
     # ---- the end of an instance
 

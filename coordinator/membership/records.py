@@ -26,6 +26,7 @@ from coordinator.messages import (
     State,
     View,
     ViewChange,
+    WeightsReport,
 )
 from coordinator.messages import Peer as GroupPeer
 from coordinator.numerics import Numerics
@@ -156,6 +157,8 @@ class Record:
     """How far it is with the standing orders."""
     follows_orders: bool = False
     """Whether the newest orders were in effect there at some time since it is ready."""
+    weights: WeightsReport = field(default_factory=WeightsReport)
+    """How far it is with weight versions."""
     odd: dict[str, int] = field(default_factory=dict)
     """Shadow checks that name it, by router."""
     registered_at: float = 0.0
@@ -174,6 +177,7 @@ class Record:
         self.epoch, self.ready_epoch, self.plan = message.epoch, message.ready_epoch, message.plan
         self.numerics = message.numerics or self.numerics
         self.role, self.is_role_set, self.orders = message.role, message.is_role_set, message.orders
+        self.weights = message.weights
         return (self.state, self.phase, self.address, self.numerics, self.role, self.orders) != before
 
     def member(self) -> Member:

@@ -9,8 +9,18 @@ from coordinator.membership.groups import Groups
 from coordinator.membership.records import Instruction, Note, Peer, Record, Send
 from coordinator.membership.roster import Roster
 from coordinator.membership.standing_orders import Orders
-from coordinator.messages import AdmissionRefused, AdmissionWait, Evidence, Register, State, Welcome
+from coordinator.messages import (
+    AdmissionRefused,
+    AdmissionWait,
+    Evidence,
+    Register,
+    StandingOrders,
+    State,
+    Welcome,
+)
 from coordinator.views import ViewLog
+
+NO_ORDERS = StandingOrders()
 
 
 class Registration:
@@ -32,14 +42,15 @@ class Registration:
         known = roster.records.named(message.instance)
         if known is not None:  # our Welcome was lost, or the instance reconnected
             known.peer, known.heard_at, known.contested_at = peer, now, None
-            yield from self._learn_orders(message)
+            self._orders.learn(message.orders)
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, roster.size, roster.settings, roster.records)
-        problem = problem or self._model.problem_with(message.numerics)
-        remark = (
-            other_class(message.numerics, roster.records.classes()) if message.numerics is not None else None
-        )
+        change = self._orders.change_weights or (message.orders or NO_ORDERS).weights.number > 0
+        problem = problem or self._model.problem_with(message.numerics, change=change)
+        remark = None
+        if message.numerics is not None and not change:
+            remark = other_class(message.numerics, roster.records.classes())
         if problem is None and remark is not None and roster.rules.require_same_numerics:
             if roster.may_all_be_dead(message.numerics, now):
                 yield Send(peer, AdmissionWait(f"{remark}; are they alive?"))
@@ -65,7 +76,7 @@ class Registration:
             return
         rank = roster.free_rank() if wanted is None else wanted
         self._groups.epochs.learn(message.epoch, message.group, now)
-        yield from self._learn_orders(message)
+        self._orders.learn(message.orders)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
         record.registered_at = now
         record.numerics = message.numerics
@@ -75,16 +86,6 @@ class Registration:
             yield note_of_class(record, remark)
         yield Send(peer, self._welcome(record, message))
         self._log.touch(record.instance)
-
-    def _learn_orders(self, message: Register) -> Iterator[Instruction]:
-        """Take over the standing orders of an instance, and send them to the others."""
-        before = self._orders.current
-        self._orders.learn(message.orders)
-        if self._orders.current is not before:
-            for record in self._roster.records.values():
-                yield Send(record.peer, self._orders.current)
-                self._log.touch(record.instance)
-            self._log.touch_head()
 
     def _turn_away(self, peer: Peer, message: Register, crowd: str, now: float) -> Iterator[Instruction]:
         """Answer one instance more than there are experts for.

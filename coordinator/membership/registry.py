@@ -22,8 +22,9 @@ from coordinator.membership.records import Instruction, Note, Peer, Rules, Send
 from coordinator.membership.registration import Registration
 from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
-from coordinator.membership.standing_orders import Orders
+from coordinator.membership.standing_orders import Orders, in_words
 from coordinator.membership.watchers import Watchers
+from coordinator.membership.weight_updates import WeightUpdates
 from coordinator.messages import (
     Drain,
     Exited,
@@ -39,6 +40,7 @@ from coordinator.messages import (
     SetRole,
     State,
     ToCoordinator,
+    UpdateWeights,
     View,
     Watch,
 )
@@ -57,6 +59,8 @@ class Registry:
         self._operations = Operations()
         self._roles = SetRoles()
         self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
+        self._weights = WeightUpdates(self._orders, self._records)
+        self._sent_orders = self._orders.current
         model = OneModel()
         self._registration = Registration(self._roster, self._groups, model, self._orders, self._log)
         self._heartbeats = Heartbeats(
@@ -81,7 +85,8 @@ class Registry:
             case Heartbeat():
                 before = self._state_of(message)
                 instructions = list(self._heartbeats.heartbeat(peer, message, now))
-                if self._state_of(message) == before and not self._groups.suspicions:
+                quiet = self._orders.current.update is None and not self._groups.suspicions
+                if self._state_of(message) == before and quiet:
                     return instructions  # nothing new: most heartbeats
             case Lost():
                 instructions = list(self._groups.lost(peer, message, now))
@@ -99,14 +104,17 @@ class Registry:
             case SetRole():
                 return list(self._set_role(peer, message))
             case SetPause():
-                return list(self._set_pause(peer, message))
+                return [Send(peer, self._orders.set_pause(message)), *self._send_orders()]
+            case UpdateWeights():
+                answer = self._weights.begin(message, spreads=self._roster.spreads)
+                return [Send(peer, answer), *self._update_weights(now)]
             case Rebalance():
                 return [Send(peer, self._groups.rebalance(message)), *self._groups.go_on(now)]
             case Scale():
                 return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
             case OperatorAnswer():
                 return [Send(*sent) for sent in self._operations.answer(message)]
-        return [*instructions, *self._groups.go_on(now)]
+        return [*instructions, *self._update_weights(now), *self._groups.go_on(now)]
 
     def tick(self, now: float) -> list[Instruction]:
         """Remove instances that were silent for too long; send what has changed."""
@@ -116,7 +124,7 @@ class Registry:
             self._log.touch_head()
         instructions += self._heartbeats.remove_silent(now)
         self._watchers.forget_silent(now)
-        instructions += self._groups.go_on(now)
+        instructions += [*self._update_weights(now), *self._groups.go_on(now)]
         if self._log.is_due(now) or self._log.has_old_loads(now):
             instructions += self._watchers.push(now)
         return instructions
@@ -162,15 +170,22 @@ class Registry:
         if record is not None:
             self._log.touch(record.instance)
 
-    def _set_pause(self, peer: Peer, message: SetPause) -> Iterator[Instruction]:
-        before = self._orders.current
-        answer = self._orders.set_pause(message)
-        yield Send(peer, answer)
-        if self._orders.current is not before:
-            yield Note(f"an operator asks for standing orders {self._orders.current.revision}: {answer.text}")
-            for record in self._records.values():
-                yield Send(record.peer, self._orders.current)
-            self._log.touch_head()
+    def _update_weights(self, now: float) -> Iterator[Instruction]:
+        """Decide or abandon an update of the weights; send orders that have changed."""
+        yield from self._weights.go_on(now)
+        yield from self._send_orders()
+
+    def _send_orders(self) -> Iterator[Instruction]:
+        """Send the standing orders to all, if they are not those that were sent last."""
+        orders = self._orders.current
+        if orders is self._sent_orders:
+            return
+        self._sent_orders = orders
+        yield Note(f"standing orders {orders.revision}: {in_words(orders)}")
+        for record in self._records.values():
+            yield Send(record.peer, orders)
+            self._log.touch(record.instance)
+        self._log.touch_head()
 
     def _set_role(self, peer: Peer, message: SetRole) -> Iterator[Instruction]:
         answer = self._roles.set(message, self._records)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -88,7 +89,7 @@ class Orders:
                 text = "a later command to pause or resume has taken the place of this one"
                 return OperatorAnswer(command=wish.command, status=CONFLICT, text=text)
             self._overruled.append(self.current.command)
-            self._change(msgspec.structs.replace(self.current, pause=wish.mode, command=wish.command))
+            self.change(pause=wish.mode, command=wish.command)
         waits = self.behind()
         what = f"paused ({wish.mode})" if wish.mode is not None else "resumed"
         if not waits:
@@ -116,5 +117,31 @@ class Orders:
         is_blank = report.revision == 0 and is_same_but_name(ours, StandingOrders())
         return is_blank or report.revision == ours.revision
 
+    def change(self, **fields: Any) -> None:
+        """Give orders with some other fields."""
+        self._is_asked = True
+        self._change(msgspec.structs.replace(self.current, **fields))
+
+    @property
+    def change_weights(self) -> bool:
+        """Whether instances may have other weights than those that the mesh was started with."""
+        return self.current.weights.number > 0
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether all live instances have been heard of."""
+        return self._knows_all()
+
     def _change(self, orders: StandingOrders) -> None:
         self.current = msgspec.structs.replace(orders, revision=orders.revision + 1, token=self._token)
+
+
+def in_words(orders: StandingOrders) -> str:
+    """Orders in words, for the log."""
+    update, weights = orders.update, orders.weights
+    parts = [f"paused ({orders.pause})" if orders.pause is not None else "not paused"]
+    if weights.number:
+        parts.append(f"weights {weights.number} ({weights.label})")
+    if update is not None:
+        parts.append(f"weights {update.version.number} to be prepared from {update.version.source}")
+    return ", ".join(parts)

@@ -130,6 +130,11 @@ class EngineCore:
         self._admission.set_pause(mode)
         self._steps.stands_still = self._admission.pausing.stands_still
 
+    def hold_steps(self, hold: bool) -> bool:
+        """Schedule no step until this is called with False; returns whether none is under way."""
+        self._steps.stands_still = hold or self._admission.pausing.stands_still
+        return not len(self._steps) and not self._steps.has_work
+
     @property
     def is_pause_in_effect(self) -> bool:
         """Whether no step that the pause forbids is under way or to come."""

@@ -34,6 +34,7 @@ from engine.host.cores import instances_at_once
 from engine.lifecycle.cache_services import CacheServices, share_memory
 from engine.lifecycle.compute_share import ComputeShare
 from engine.lifecycle.ended import InstanceEnded
+from engine.lifecycle.following_orders import OrdersFollowing
 from engine.lifecycle.listening import listen_address
 from engine.lifecycle.scheduling_ahead import log_scheduling_ahead
 from engine.lifecycle.stats_line import StatsLine, drain_line
@@ -46,6 +47,7 @@ from engine.pieces.kinds import BoundarySlots
 from engine.serving.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.step import ModelFacts
+from engine.weight_versions.updating import WeightsLost
 from parallel.devices import cuda_devices, device_sharers
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from engine.groups.spread import Spread
 
 logger = logging.getLogger(__name__)
+
+CATCH_UP_INTERVAL = 0.02
+"""Seconds between two looks whether the mesh's weights are read."""
 
 
 def memory_turn(device: str) -> AbstractContextManager[None]:
@@ -78,6 +83,7 @@ class InstanceProcess:
         """(rank, size) that chooses the experts to load first; None: not spread."""
         self._spread: Spread | None = None
         self._services: CacheServices | None = None
+        self._orders: OrdersFollowing | None = None
         self._watch: StepWatch | None = None
         """Where nobody else would miss the result of a step."""
         self._stats: StatsLine | None = None
@@ -198,7 +204,7 @@ class InstanceProcess:
             self._host = listen_address(self._mesh)
             server = self._server = Server(self._name, endpoint(self._host, 0), core, self._keys)
             try:
-                self._open(membership, core, executor, facts)
+                self._open(membership, info, core, executor, facts)
                 logger.info(
                     "%s after %.1f s",
                     "loaded" if self._spread is not None else f"ready on {server.endpoint}",
@@ -210,6 +216,8 @@ class InstanceProcess:
                 self._watch = None  # there are no turns any more
                 if self._services is not None:
                     self._services.close()
+                if self._orders is not None:
+                    self._orders.close()
                 if self._spread is not None:
                     self._spread.close()
         finally:
@@ -255,7 +263,12 @@ class InstanceProcess:
         return core, facts
 
     def _open(
-        self, membership: MemberConnection, core: EngineCore, executor: Executor, facts: ModelFacts
+        self,
+        membership: MemberConnection,
+        info: ModelInfo,
+        core: EngineCore,
+        executor: Executor,
+        facts: ModelFacts,
     ) -> None:
         """Start the services beside the steps, and report readiness to the coordinator."""
         assert self._server is not None
@@ -266,8 +279,11 @@ class InstanceProcess:
             self._keys,
         )  # fmt: skip
         self._services.start(core, executor, self._server.wake)
-        membership.follow_orders(self._server.wake)
-        self._follow_orders(membership)
+        self._orders = OrdersFollowing(
+            membership, self._server, core, executor,
+            lambda: self._tell_numerics(membership, info, executor),
+        )  # fmt: skip
+        self._catch_up()
         if self._place is None:
             membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
         else:
@@ -350,16 +366,22 @@ class InstanceProcess:
             sharers=sharers,
         )
 
-    def _follow_orders(self, membership: MemberConnection) -> None:
-        """Follow the mesh's standing orders; asked again until they are in effect."""
-        if membership.follows_orders:
-            return
-        assert self._server is not None
-        orders = membership.orders
-        if self._server.set_pause(orders.pause):
-            membership.in_effect(orders)
-            what = f"paused ({orders.pause})" if orders.pause is not None else "not paused"
-            logger.info("standing orders %d are in effect here: %s", orders.revision, what)
+    def _catch_up(self) -> None:
+        """Follow the standing orders before this instance is ready.
+
+        Weights that the mesh has gone over to since its start are read now.
+        """
+        assert self._orders is not None
+        while not self._follow_orders():
+            self._stops.check()
+            time.sleep(CATCH_UP_INTERVAL)
+
+    def _follow_orders(self) -> bool:
+        assert self._orders is not None
+        try:
+            return self._orders.follow()
+        except WeightsLost as error:
+            raise InstanceEnded(process.EXIT_FAILED, str(error)) from error
 
     def _between_steps(
         self, membership: MemberConnection, core: EngineCore, executor: Executor, share: ComputeShare
@@ -376,7 +398,7 @@ class InstanceProcess:
             self._spread.drains = self._stops.drains
             self._spread.look()
         executor.check()
-        self._follow_orders(membership)
+        self._follow_orders()
         if membership.refusal is not None and self._server is not None:
             self._server.leave()
         elif self._stops.drains and not self._announced_draining:

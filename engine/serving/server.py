@@ -96,6 +96,14 @@ class Server:
             self._core.set_pause(mode)
         return self._core.is_pause_in_effect
 
+    def end_requests(self) -> None:
+        """End all requests here with the reason ``abort``."""
+        self._routers.end_everything()
+
+    def tell_capacity(self) -> None:
+        """Send routers what has changed of this instance's capacity."""
+        self._routers.tell_capacity()
+
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """The step loop; ``between_steps`` is called once a turn."""
         try:

@@ -1,4 +1,4 @@
-"""Endpoints that training loops call: pause and resume, under vLLM's and SGLang's paths.
+"""Endpoints that training loops call: pauses and weights, under vLLM's and SGLang's paths.
 
 Part of the admin API, with its port and keys. A pause is an order to all instances
 (docs/design/weight-versions.md): a command to the coordinator, repeated until it is in effect everywhere.
@@ -9,15 +9,24 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.membership.operations import ACCEPTED, DONE
-from coordinator.messages import OperatorAnswer, OperatorCommand, PauseMode, SetPause, View
+from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE, FAILED
+from coordinator.messages import (
+    InFlight,
+    OperatorAnswer,
+    OperatorCommand,
+    PauseMode,
+    SetPause,
+    State,
+    UpdateWeights,
+    View,
+)
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.http.body import decoder, read_body
@@ -32,8 +41,19 @@ VIEW_LOOKS = 50
 """Times that a router looks whether its view has an order, at that interval."""
 FLUSH_TIMEOUT = 30.0
 """Seconds for all instances to forget cached prefixes, in memory and in files."""
+UPDATE_TIMEOUT = 1200.0
+"""Seconds for new weights to be in use on all instances, or given up."""
 PATHS = frozenset(
-    {"/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation", "/flush_cache"}
+    {
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/get_world_size",
+    }
 )
 """Paths of these endpoints; under the admin API's access check."""
 
@@ -75,13 +95,42 @@ class GenerationStatus(msgspec.Struct, frozen=True):
     status: Literal["ok"] = "ok"
 
 
+class UpdateFromDisk(msgspec.Struct):
+    """Body of SGLang's ``/update_weights_from_disk``."""
+
+    model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """Directory with the checkpoint, on every host of the mesh."""
+    weight_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    """Label of the version; None: its number."""
+    flush_cache: bool = True
+    """Without effect: blocks of other weights have other names."""
+    abort_all_requests: bool = False
+    in_flight: Literal["keep", "recompute", "abort"] | None = None
+    """What becomes of requests in flight; SGLang has no such field."""
+
+
+class UpdateAnswer(msgspec.Struct, frozen=True):
+    """Answer of SGLang's ``/update_weights_from_disk``."""
+
+    success: bool
+    message: str
+    num_paused_requests: int = 0
+
+
+class WorldSize(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/get_world_size``."""
+
+    world_size: int
+
+
+_read_update = decoder(UpdateFromDisk)
 _read_pause = decoder(PauseGeneration)
 _read_continue = decoder(ContinueGeneration)
 FLUSHED = "Cache flushed.\n"
 
 
 class RolloutEndpoints:
-    """Handlers of the endpoints that pause and resume all instances."""
+    """Handlers of the endpoints that pause all instances, or change their weights."""
 
     def __init__(
         self, mesh: OrderedMesh, command: Callable[[OperatorCommand], Awaitable[OperatorAnswer]]
@@ -97,6 +146,8 @@ class RolloutEndpoints:
             Route("/pause_generation", self.pause_generation, methods=["POST"]),
             Route("/continue_generation", self.continue_generation, methods=["POST"]),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/update_weights_from_disk", self.update_from_disk, methods=["POST"]),
+            Route("/get_world_size", self.world_size, methods=["GET"]),
         ]
 
     async def pause(self, request: Request) -> Response:
@@ -135,34 +186,70 @@ class RolloutEndpoints:
         await self._flush()
         return Response(FLUSHED, media_type="text/plain")
 
+    async def world_size(self, request: Request) -> Response:
+        """Workers of all instances that serve; of one with ``include_dp=false``."""
+        view = self._mesh.view
+        if view is None or view.settings is None:
+            raise _unavailable("the mesh has not begun")
+        all_instances = _flag(request.query_params.get("include_dp", "true"), "include_dp")
+        each = view.settings.tensor_parallel_size * view.settings.pipeline_parallel_size
+        num_ready = sum(member.state is State.READY for member in view.members)
+        return _json(WorldSize(each * (num_ready if all_instances else 1)))
+
+    async def update_from_disk(self, request: Request) -> Response:
+        """Have all instances go over to other weights; 400 where that is abandoned."""
+        wanted = _read_update(await read_body(request, BODY_LIMITS))
+        if not wanted.model_path.startswith("/"):
+            raise ApiError(400, "model_path is an absolute path of a directory.", param="model_path")
+        default = InFlight.ABORT if wanted.abort_all_requests else InFlight.KEEP
+        wish = UpdateWeights(
+            command=uuid.uuid4().hex,
+            source=wanted.model_path,
+            label=wanted.weight_version or "",
+            in_flight=default if wanted.in_flight is None else InFlight(wanted.in_flight),
+        )
+        try:
+            text = await self._carry_out(request, wish, UPDATE_TIMEOUT)
+        except ApiError as error:
+            if error.status not in (CONFLICT, FAILED):
+                raise
+            refused = UpdateAnswer(success=False, message=str(error))
+            return _json(refused, status=409 if error.status == CONFLICT else 400)
+        return _json(UpdateAnswer(success=True, message=text))
+
     async def _flush(self) -> None:
         missing = await self._mesh.reset_caches(FLUSH_TIMEOUT)
         if missing:
             raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
 
     async def _set(self, request: Request, mode: PauseMode | None) -> None:
-        """Order a pause or its end, and wait until all instances follow.
+        """Order a pause or its end, and wait until all instances follow."""
+        wish = SetPause(command=uuid.uuid4().hex, mode=mode)
+        await self._carry_out(request, wish, PAUSE_TIMEOUT)
+        await self._see(wish)
+
+    async def _carry_out(self, request: Request, wish: SetPause | UpdateWeights, timeout: float) -> str:
+        """Send a command until it is in effect on all instances; returns the coordinator's last word.
 
         It stays ordered if the client goes away.
         """
-        wish = SetPause(command=uuid.uuid4().hex, mode=mode)
         text = "the coordinator has not answered"
         try:
-            async with asyncio.timeout(PAUSE_TIMEOUT):
+            async with asyncio.timeout(timeout):
                 while not await request.is_disconnected():
                     try:
                         answer = await self._command(wish)
                     except TimeoutError:
                         continue  # the coordinator may be away for a moment
                     if answer.status == DONE:
-                        await self._see(wish)
-                        return
+                        return answer.text
                     if answer.status != ACCEPTED:
                         raise ApiError(answer.status, answer.text)
                     text = answer.text
                     await asyncio.sleep(ASK_INTERVAL)
         except TimeoutError as error:
-            raise ApiError(408, f"not done after {PAUSE_TIMEOUT:g} s, though it goes on: {text}") from error
+            raise ApiError(408, f"not done after {timeout:g} s, though it goes on: {text}") from error
+        return text
 
     async def _see(self, wish: SetPause) -> None:
         """Wait a moment until this router's view shows it, too: ``/is_paused`` may be next."""
@@ -189,8 +276,8 @@ def _flag(text: str, name: str) -> bool:
     return known[text.lower()]
 
 
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+def _json(answer: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
 
 
 def _unavailable(message: str) -> ApiError:

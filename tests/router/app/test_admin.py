@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.messages import (
     Drain,
+    InFlight,
     OperatorAnswer,
     OperatorCommand,
     PauseMode,
@@ -22,6 +23,7 @@ from coordinator.messages import (
     SetRole,
     StandingOrders,
     State,
+    UpdateWeights,
     View,
 )
 from coordinator.settings import flags
@@ -33,6 +35,7 @@ from router.config import HttpConfig, ServeConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
 from router.faults import FaultEvent, Faults
+from tests.coordinator.membership.test_registry import SETTINGS
 from tests.router.dispatch.test_mesh_parts import member, view
 from tests.router.fake_mesh import FakeMesh, saying
 
@@ -414,3 +417,42 @@ def test_a_flushed_cache() -> None:
         assert (answer.status_code, answer.text) == (200, "Cache flushed.\n")
     world.missing = ["a"]
     assert ask(gate(world), "POST", f"{ADMIN}/flush_cache").status_code == 503
+
+
+@pytest.mark.usefixtures("quick")
+def test_weights_from_a_directory() -> None:
+    world = World(view(member("a", 0)))
+    world.answer = (200, "weights 1 (one) are in use on all instances")
+    body = {"model_path": "/new", "weight_version": "one", "flush_cache": True, "abort_all_requests": False}
+    url = f"{ADMIN}/update_weights_from_disk"
+    answer = ask(gate(world), "POST", url, json=body)
+    assert answer.json() == {"success": True, "message": world.answer[1], "num_paused_requests": 0}
+    (wish,) = world.wishes
+    assert isinstance(wish, UpdateWeights)
+    assert (wish.source, wish.label, wish.in_flight) == ("/new", "one", InFlight.KEEP)
+    ask(gate(world), "POST", url, json={"model_path": "/new", "abort_all_requests": True})
+    ask(gate(world), "POST", url, json={"model_path": "/new", "in_flight": "recompute"})
+    assert [each.in_flight for each in world.wishes[1:] if isinstance(each, UpdateWeights)] == [
+        InFlight.ABORT,
+        InFlight.RECOMPUTE,
+    ]
+    for status, expected in ((409, 409), (500, 400)):
+        world.answer = (status, "not now")
+        answer = ask(gate(world), "POST", url, json=body)
+        assert (answer.status_code, answer.json()["success"]) == (expected, False)
+        assert answer.json()["message"] == "not now"
+    world.answer = (503, "no instance serves")
+    assert ask(gate(world), "POST", url, json=body).status_code == 503
+    assert ask(gate(world), "POST", url, json={"model_path": "new"}).status_code == 400
+    assert ask(gate(world), "POST", url, json={}).status_code == 400
+
+
+def test_the_world_size() -> None:
+    loading = msgspec.structs.replace(member("b", 1), state=State.LOADING)
+    seen = view(member("a", 0), member("c", 2), loading)
+    assert ask(gate(World(seen)), "GET", f"{ADMIN}/get_world_size").status_code == 503
+    settings = msgspec.structs.replace(SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=3)
+    world = World(msgspec.structs.replace(seen, settings=settings))
+    assert ask(gate(world), "GET", f"{ADMIN}/get_world_size").json() == {"world_size": 12}
+    one = ask(gate(world), "GET", f"{ADMIN}/get_world_size?include_dp=false").json()
+    assert one == {"world_size": 6}

@@ -1,0 +1,93 @@
+"""Standing orders that an instance follows: pauses, and versions of its weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from coordinator.member_connection import MemberConnection
+from coordinator.messages import InFlight, WeightUpdate, WeightVersion
+from engine.core import EngineCore
+from engine.executor_contract import Executor
+from engine.serving.server import Server
+from engine.weight_versions.contract import WeightsRefused, WeightVersions
+from engine.weight_versions.instance_weights import InstanceWeights
+from engine.weight_versions.updating import WeightsUpdating
+
+logger = logging.getLogger(__name__)
+
+
+class FixedWeights:
+    """Weights of an instance that cannot change them."""
+
+    def prepare(self, update: WeightUpdate, should_stop: Callable[[], bool]) -> str:
+        """See :class:`.WeightVersions`."""
+        raise WeightsRefused(
+            "an instance of several workers (-tp, -pp) cannot change its weights yet: start the mesh anew"
+        )
+
+    def switch(self, update: WeightUpdate, in_flight: InFlight) -> None:
+        """See :class:`.WeightVersions`."""
+        raise AssertionError("nothing was prepared")
+
+    def discard(self, update: str) -> None:
+        """See :class:`.WeightVersions`."""
+
+
+class OrdersFollowing:
+    """Follows standing orders between two turns of the step loop."""
+
+    def __init__(
+        self,
+        membership: MemberConnection,
+        server: Server,
+        core: EngineCore,
+        executor: Executor,
+        on_new_weights: Callable[[], None],
+    ) -> None:
+        """``on_new_weights`` is called after each change of the weights."""
+        self._membership = membership
+        self._server = server
+        self._core = core
+        self._on_new_weights = on_new_weights
+        self._updating = WeightsUpdating(self._versions(executor), server.wake)
+        membership.follow_orders(server.wake)
+
+    def __repr__(self) -> str:
+        return f"<OrdersFollowing {self._membership.orders.revision}, {self._updating!r}>"
+
+    def follow(self) -> bool:
+        """Do what the newest orders ask for; returns whether they are in effect.
+
+        Raises:
+            engine.weight_versions.updating.WeightsLost: the mesh's weights cannot be used here.
+        """
+        orders = self._membership.orders
+        has_weights = self._updating.follow(orders, lambda: self._core.hold_steps(True))
+        self._membership.report_weights(self._updating.report())
+        if has_weights:
+            self._core.hold_steps(False)
+        if self._membership.follows_orders:
+            return True
+        is_paused = self._server.set_pause(orders.pause)
+        if not (has_weights and is_paused):
+            return False
+        self._membership.in_effect(orders)
+        what = f"paused ({orders.pause})" if orders.pause is not None else "not paused"
+        logger.info("standing orders %d are in effect here: %s", orders.revision, what)
+        return True
+
+    def close(self) -> None:
+        """Stop preparing weights."""
+        self._updating.close()
+
+    def _versions(self, executor: Executor) -> WeightVersions:
+        workers = getattr(executor, "new_weights", None)
+        if workers is None:
+            return FixedWeights()
+        return InstanceWeights(workers, self._core, self._server.end_requests, self._changed)
+
+    def _changed(self, _version: WeightVersion) -> None:
+        """Tell the coordinator and routers that the weights are others now."""
+        self._on_new_weights()
+        self._server.tell_capacity()

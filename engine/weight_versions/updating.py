@@ -1,0 +1,104 @@
+"""The thread that prepares new weights of an instance, and the switch between two steps.
+
+:class:`engine.weight_versions.following.Following` decides, and
+:class:`engine.weight_versions.contract.WeightVersions` does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from coordinator.messages import StandingOrders, WeightsReport, WeightUpdate
+from engine.host.background import Chores
+from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded, WeightVersions
+from engine.weight_versions.following import DiscardWeights, Following, PrepareWeights, SwitchWeights
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsLost(RuntimeError):
+    """Error: this instance cannot follow the mesh to its current weights; the message says why."""
+
+
+class WeightsUpdating:
+    """Follows the weight versions of the standing orders, asked in each turn of the step loop."""
+
+    def __init__(self, versions: WeightVersions, wake_loop: Callable[[], None]) -> None:
+        """``wake_loop``: ends the step loop's sleep; called from any thread."""
+        self._versions = versions
+        self._wake_loop = wake_loop
+        self._following = Following()
+        self._lock = threading.Lock()
+        self._stops = threading.Event()
+        """Set when what is being prepared is not wanted any more."""
+        self._chores = Chores("weights")
+
+    def __repr__(self) -> str:
+        return f"<WeightsUpdating {self._following!r}>"
+
+    def follow(self, orders: StandingOrders, may_switch: Callable[[], bool]) -> bool:
+        """Do what the orders ask for now; returns whether the version in use is theirs.
+
+        Called in the step thread, between two turns. ``may_switch`` returns whether no step is under way, and
+        keeps others from beginning; it is called only when there is something to switch to.
+
+        Raises:
+            WeightsLost: the current version cannot be prepared here.
+        """
+        with self._lock:
+            if self._following.stops(orders):
+                self._stops.set()
+            problem = self._following.problem(orders)
+            action = self._following.next(orders)
+        if problem is not None:
+            raise WeightsLost(f"weights {orders.weights.number} cannot be used here: {problem}")
+        match action:
+            case PrepareWeights(update):
+                self._begin(update)
+            case DiscardWeights(name):
+                self._following.discarded()
+                self._chores.put(lambda: self._versions.discard(name))
+            case SwitchWeights(update, in_flight):
+                if may_switch():
+                    self._versions.switch(update, in_flight)
+                    self._following.switched(update.version.number)
+        return self._following.is_in_effect(orders)
+
+    def report(self) -> WeightsReport:
+        """How far this instance is, for the coordinator."""
+        with self._lock:
+            return self._following.report()
+
+    def close(self) -> None:
+        """Stop preparing."""
+        self._stops.set()
+        self._chores.close()
+
+    def _begin(self, update: WeightUpdate) -> None:
+        self._stops.clear()
+        self._following.begun(update.version.update)
+        logger.info("preparing weights %d from %s", update.version.number, update.version.source)
+        self._chores.put(lambda: self._prepare(update))
+
+    def _prepare(self, update: WeightUpdate) -> None:
+        """Prepare a version, in the thread."""
+        digest = reason = ""
+        try:
+            digest = self._versions.prepare(update, self._stops.is_set)
+        except WeightsSuperseded:
+            pass
+        except WeightsRefused as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("weights %d could not be prepared", update.version.number)
+            reason = str(error) or type(error).__name__
+        if reason:
+            logger.warning("weights %d cannot be used: %s", update.version.number, reason)
+        with self._lock:
+            if digest:
+                self._following.prepared(digest)
+            else:
+                self._following.failed(reason)
+        self._wake_loop()

@@ -1,0 +1,157 @@
+"""An instance that follows standing orders: pauses, and weights that change under running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from coordinator.member_connection import MemberConnection
+from coordinator.messages import (
+    InFlight,
+    Load,
+    PauseMode,
+    StandingOrders,
+    WeightUpdate,
+    WeightVersion,
+)
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.lifecycle.following_orders import OrdersFollowing
+from engine.serving.server import Server
+from tests.coordinator.membership.test_registry import register
+from tests.engine.core.test_engine_core import INFO, PEER, submit
+from tests.engine.simulated_executor import SimulatedExecutor
+from tests.waiting import until
+
+VERSION = WeightVersion(1, "one", "/new", update="u1")
+
+
+class Workers:
+    """Weights of a simulated executor."""
+
+    def __init__(self, core: Callable[[], EngineCore]) -> None:
+        self._core = core
+        self.switched_with: list[int] = []
+        """Steps under way at each switch."""
+
+    def prepare(self, directory: str, should_stop: Callable[[], bool]) -> str:
+        return f"digest of {directory}"
+
+    def switch(self) -> None:
+        self.switched_with.append(len(self._core()._steps))
+
+    def discard(self) -> None:
+        return
+
+
+class Changing(SimulatedExecutor):
+    """Has two steps under way, and weights that can change."""
+
+    new_weights: Workers
+
+
+class Setting:
+    """One instance without threads or routers."""
+
+    def __init__(self, executor: SimulatedExecutor) -> None:
+        config = EngineConfig(
+            cache=CacheConfig(block_size=4),
+            scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4),
+        )
+        self.core = EngineCore(config, INFO, executor, num_blocks=20, max_model_len=64)  # type: ignore[arg-type]
+        self.server = Server("i", "tcp://127.0.0.1:0", self.core)
+        self.membership = MemberConnection("tcp://127.0.0.1:1", register("i", 0), Load)
+        self.num_told = 0
+        self.orders = OrdersFollowing(
+            self.membership,
+            self.server,
+            self.core,
+            executor,  # type: ignore[arg-type]
+            self.told,
+        )
+
+    def told(self) -> None:
+        self.num_told += 1
+
+    def order(self, **fields: object) -> None:
+        revision = self.membership.orders.revision + 1
+        self.membership._state.take(StandingOrders(revision=revision, **fields))  # type: ignore[arg-type]
+
+    def run(self, turns: int) -> None:
+        """Turns of the step loop."""
+        for _ in range(turns):
+            self.orders.follow()
+            if self.core.has_work:
+                self.core.step()
+
+    def close(self) -> None:
+        self.orders.close()
+        self.server.close()
+
+
+@pytest.fixture
+def fixed() -> Iterator[Setting]:
+    made = Setting(SimulatedExecutor(block_size=4, budget=32, max_rows=4))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def changing() -> Iterator[tuple[Setting, Workers]]:
+    executor = Changing(block_size=4, budget=32, max_rows=4, in_flight=2, computes_apart=True)
+    workers = executor.new_weights = Workers(lambda: made.core)
+    made = Setting(executor)
+    yield made, workers
+    made.close()
+
+
+def test_a_pause_is_in_effect_once_no_step_is_under_way(changing: tuple[Setting, Workers]) -> None:
+    made, _ = changing
+    assert made.orders.follow()
+    made.core.submit(PEER, submit(1))
+    made.core.submit(PEER, submit(2))
+    made.core.step()
+    made.order(pause=PauseMode.KEEP)
+    while not made.orders.follow():
+        assert not made.membership.follows_orders
+        assert made.core.has_work
+        made.core.step()
+    assert made.membership.follows_orders
+    assert not made.core.has_work
+    made.order()
+    assert made.orders.follow()
+    assert made.core.has_work
+
+
+def test_an_instance_that_cannot_change_its_weights_reports_why(fixed: Setting) -> None:
+    fixed.order(update=WeightUpdate(VERSION))
+    assert fixed.orders.follow(), "the version in use is the current one"
+    until(lambda: fixed.orders.follow() and fixed.membership._state.weights.failed == "u1")
+    assert "several workers" in fixed.membership._state.weights.reason
+
+
+@pytest.mark.parametrize("paused", [None, PauseMode.KEEP])
+def test_weights_change_between_two_steps(
+    changing: tuple[Setting, Workers], paused: PauseMode | None
+) -> None:
+    made, workers = changing
+    made.core.submit(PEER, submit(1))
+    made.core.submit(PEER, submit(2))
+    made.core.step()
+    assert len(made.core._steps), "a step is under way"
+    made.order(update=WeightUpdate(VERSION), pause=paused)
+    until(lambda: made.orders.follow() is not None and made.membership._state.weights.prepared == "u1")
+    assert made.membership._state.weights.digest == "digest of /new"
+    made.order(weights=VERSION, in_flight=InFlight.KEEP, pause=paused)
+    made.run(20)
+    assert workers.switched_with == [0]
+    assert made.num_told == 1
+    assert made.membership._state.weights.number == 1
+    assert made.membership.follows_orders
+    if paused is not None:
+        assert not made.core.is_empty, "the mesh is still paused"
+        made.order(weights=VERSION)
+        made.run(20)
+    assert made.core.is_empty
+    assert made.core.scheduler.totals.generation_tokens == 8
