@@ -120,7 +120,25 @@ class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):
     number: int
 
 
-ToInstance = Attach | Submit | Abort | Recall | Prefetch | ResetCache | Wake
+class EndRequests(msgspec.Struct, frozen=True, tag="end_requests"):
+    """End requests of any router with the reason ``abort``; answered by :class:`RequestsEnded`.
+
+    Their routers get the end like any other one.
+    """
+
+    number: int
+    request_ids: tuple[str, ...] = ()
+    """Ids of answers; all samples of an answer end."""
+    everything: bool = False
+
+    def names(self, request_id: str) -> bool:
+        """Whether a request is to end."""
+        answer, _, index = request_id.rpartition("-")
+        is_sample = index.isdecimal() and answer in self.request_ids
+        return self.everything or is_sample or request_id in self.request_ids
+
+
+ToInstance = Attach | Submit | Abort | Recall | Prefetch | ResetCache | EndRequests | Wake
 """Also from other instances: :class:`parallel.lockstep.Wake`."""
 
 # ---- instance -> router
@@ -477,4 +495,20 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
     number: int
 
 
-ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | HandedOver | Leaving | CacheReset
+class RequestsEnded(msgspec.Struct, frozen=True, tag="requests_ended"):
+    """The requests that :class:`EndRequests` names have ended here, if there were any."""
+
+    number: int
+
+
+ToRouter = (
+    Tokens
+    | RequestRefused
+    | Recalled
+    | Attached
+    | Prefetched
+    | HandedOver
+    | Leaving
+    | CacheReset
+    | RequestsEnded
+)

@@ -115,8 +115,12 @@ class Admission:
 
     def requests_of(self, peer: bytes) -> list[int]:
         """Numbers of all requests of a router, in the scheduler and beside it."""
+        return list(self.ids_of(peer))
+
+    def ids_of(self, peer: bytes) -> dict[int, str]:
+        """Ids of all requests of a router by number, in the scheduler and beside it."""
         here = [*self._scheduler.queues.requests, *self.beside]
-        return [request.key[1] for request in here if request.key[0] == peer]
+        return {request.key[1]: request.request_id for request in here if request.key[0] == peer}
 
     @property
     def beside(self) -> list[Request]:

@@ -16,6 +16,7 @@ from engine.messages import (
     Attached,
     CacheReset,
     Delta,
+    EndRequests,
     FinishReason,
     HandedOver,
     InstanceReport,
@@ -23,6 +24,7 @@ from engine.messages import (
     Prefetched,
     Recalled,
     RequestRefused,
+    RequestsEnded,
     ToInstance,
     Tokens,
     ToRouter,
@@ -39,7 +41,7 @@ A router attaches every second, one with thousands of instances every four secon
 """
 FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
 """Most seconds that a leaving instance waits for its routers, and between two looks."""
-Reply = Attached | Recalled | RequestRefused | Prefetched | HandedOver | Leaving | CacheReset
+Reply = Attached | Recalled | RequestRefused | Prefetched | HandedOver | Leaving | CacheReset | RequestsEnded
 NOTHING = OutgoingTokens()
 
 
@@ -126,9 +128,14 @@ class RouterConnections:
 
     def end_everything(self) -> None:
         """End the requests of all routers, which pass the end on to their clients."""
+        self.end_named(EndRequests(0, everything=True))
+
+    def end_named(self, message: EndRequests) -> None:
+        """End those requests of all routers that a message names."""
         self.hand_out()
         for peer in list(self._routers):
-            self.end(peer, self._core.requests_of(peer))
+            here = self._core.admission.ids_of(peer)
+            self.end(peer, [number for number, id in here.items() if message.names(id)])
 
     def end(self, peer: Peer, numbers: list[int]) -> None:
         """End requests of a router with the reason ``abort``."""

@@ -13,11 +13,13 @@ from engine.groups.recovery import AwaitGroup, Enter, LeaveMesh
 from engine.messages import (
     Abort,
     Attach,
+    EndRequests,
     Prefetch,
     Prefetched,
     Recall,
     Recalled,
     RequestRefused,
+    RequestsEnded,
     ResetCache,
     Submit,
     ToInstance,
@@ -220,6 +222,9 @@ class Server:
                 self._routers.tell(peer, Recalled(self._core.recall(peer, numbers)))
             case Prefetch():
                 self._prefetch(peer, message)
+            case EndRequests(number):
+                self._routers.end_named(message)
+                self._routers.tell(peer, RequestsEnded(number))
             case ResetCache(number):
                 self._core.sharing.reset(peer, number)
 

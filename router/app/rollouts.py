@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Literal, Protocol
 
 import msgspec
@@ -39,6 +39,8 @@ ASK_INTERVAL = 0.02
 """Seconds between two questions whether it is."""
 VIEW_LOOKS = 50
 """Times that a router looks whether its view has an order, at that interval."""
+ABORT_TIMEOUT = 5.0
+"""Seconds for all instances to end requests."""
 FLUSH_TIMEOUT = 30.0
 """Seconds for all instances to forget cached prefixes, in memory and in files."""
 UPDATE_TIMEOUT = 1200.0
@@ -51,6 +53,7 @@ PATHS = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/flush_cache",
+        "/abort_request",
         "/update_weights_from_disk",
         "/get_world_size",
     }
@@ -64,6 +67,9 @@ class OrderedMesh(Protocol):
     @property
     def view(self) -> View | None: ...
     async def reset_caches(self, timeout: float) -> list[str]: ...
+    async def end_requests(
+        self, request_ids: Sequence[str], timeout: float, *, everything: bool = False
+    ) -> list[str]: ...
 
 
 class PauseStatus(msgspec.Struct, frozen=True):
@@ -82,6 +88,14 @@ class PauseGeneration(msgspec.Struct):
     """Body of SGLang's ``/pause_generation``."""
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class AbortRequest(msgspec.Struct):
+    """Body of SGLang's ``/abort_request``."""
+
+    rid: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Id of an answer, or the request's own."""
+    abort_all: bool = False
 
 
 class ContinueGeneration(msgspec.Struct):
@@ -123,9 +137,12 @@ class WorldSize(msgspec.Struct, frozen=True):
     world_size: int
 
 
+_read_abort = decoder(AbortRequest)
 _read_update = decoder(UpdateFromDisk)
 _read_pause = decoder(PauseGeneration)
 _read_continue = decoder(ContinueGeneration)
+ANSWER_PREFIXES = ("", "cmpl-", "chatcmpl-", "generate-tokens-", "resp_", "msg_")
+"""What ids of answers begin with, before the id of the request."""
 FLUSHED = "Cache flushed.\n"
 
 
@@ -146,6 +163,7 @@ class RolloutEndpoints:
             Route("/pause_generation", self.pause_generation, methods=["POST"]),
             Route("/continue_generation", self.continue_generation, methods=["POST"]),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/abort_request", self.abort_request, methods=["POST"]),
             Route("/update_weights_from_disk", self.update_from_disk, methods=["POST"]),
             Route("/get_world_size", self.world_size, methods=["GET"]),
         ]
@@ -185,6 +203,17 @@ class RolloutEndpoints:
         """SGLang's path; requests go on with the blocks that they have."""
         await self._flush()
         return Response(FLUSHED, media_type="text/plain")
+
+    async def abort_request(self, request: Request) -> Response:
+        """SGLang's path: requests end with the reason ``abort``; 200 also if none has this id."""
+        wanted = _read_abort(await read_body(request, BODY_LIMITS))
+        if not (wanted.rid or wanted.abort_all):
+            raise ApiError(400, "give the rid of a request, or abort_all.", param="rid")
+        names = [prefix + wanted.rid for prefix in ANSWER_PREFIXES if wanted.rid]
+        missing = await self._mesh.end_requests(names, ABORT_TIMEOUT, everything=wanted.abort_all)
+        if missing:
+            raise _unavailable(f"these instances have not answered: {', '.join(sorted(missing))}")
+        return Response()
 
     async def world_size(self, request: Request) -> Response:
         """Workers of all instances that serve; of one with ``include_dp=false``."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -30,6 +30,7 @@ from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
 from coordinator.views import ViewNews
+from engine.messages import EndRequests, ResetCache
 from engine.model.checkpoint import CheckpointError
 from engine.model.finding import find_model
 from router.dispatch.chooser import Chooser
@@ -157,7 +158,19 @@ class MeshClient(RouterFacts):
 
     async def reset_caches(self, timeout: float) -> list[str]:
         """Have all instances forget cached prefixes; returns those that did not in time."""
-        return await self._receiver.cache_resets.reset(timeout)
+        return await self._receiver.broadcasts.ask(ResetCache, timeout)
+
+    async def end_requests(
+        self, request_ids: Sequence[str], timeout: float, *, everything: bool = False
+    ) -> list[str]:
+        """Have all instances end requests of any router; returns those that did not answer in time.
+
+        The names are ids of answers.
+        """
+        names = tuple(request_ids)
+        return await self._receiver.broadcasts.ask(
+            lambda number: EndRequests(number, names, everything), timeout
+        )
 
     # ---- the world
 

@@ -16,10 +16,11 @@ from engine.messages import (
     Prefetched,
     Recalled,
     RequestRefused,
+    RequestsEnded,
     Tokens,
     ToRouter,
 )
-from router.dispatch.cache_resets import CacheResets
+from router.dispatch.broadcasts import Broadcasts
 from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
@@ -42,7 +43,7 @@ class MessageReceiver:
         faults: Faults,
     ) -> None:
         """``connections`` by instance; those that failed are taken out."""
-        self.cache_resets = CacheResets(connections)
+        self.broadcasts = Broadcasts(connections)
         self._pool = pool
         self._ledger = ledger
         self._connections = connections
@@ -66,8 +67,8 @@ class MessageReceiver:
                 self._mover.copied(instance, message)
             case HandedOver(number):
                 self._mover.handed_over(instance, number)
-            case CacheReset(number):
-                self.cache_resets.done(instance.name, number)
+            case CacheReset(number) | RequestsEnded(number):
+                self.broadcasts.done(instance.name, number)
             case Leaving():
                 instance.leaves = True
                 self._mover.let_go(instance)

@@ -47,6 +47,10 @@ class PausedMesh(SpreadMesh):
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def body(self, number: int, salt: str) -> dict[str, Any]:
+        """The body of a stream, with an id of its own."""
+        return body_of(number, salt, NUM_TOKENS) | {"request_id": f"req-{number}"}
+
     def steps(self) -> dict[int, int]:
         """Steps of each instance so far, by its last heartbeat."""
         return {member.rank: member.load.steps for member in self.view().members}
@@ -58,9 +62,7 @@ class PausedMesh(SpreadMesh):
         answers = [Answer(index, time.monotonic()) for index in range(NUM_STREAMS)]
         async with session() as client:
             tasks = [
-                asyncio.create_task(
-                    ask(client, self.url, body_of(answer.number, salt, NUM_TOKENS), answer, {})
-                )
+                asyncio.create_task(ask(client, self.url, self.body(answer.number, salt), answer, {}))
                 for answer in answers
             ]
             if meanwhile is not None:
@@ -125,6 +127,18 @@ def test_a_pause_outlasts_a_death_and_holds_for_a_joiner(tmp_path: Path, how: st
 
         answers = asyncio.run(mesh.streams(wait, "w"))
         assert [(answer.error, answer.ids) for answer in answers] == [(None, ids) for ids in undisturbed]
+
+        async def end_one(answers: list[Answer]) -> None:
+            """End one request by its id, then the others."""
+            assert (await asyncio.to_thread(mesh.call, "/abort_request", {"rid": "req-2"}))[0] == 200
+            ended = lambda: answers[2].finish_reason  # noqa: E731
+            await asyncio.to_thread(wait_until, ended, 20, "it has ended")
+            assert [answer.finish_reason for answer in answers if answer.number != 2].count("abort") == 0
+            assert (await asyncio.to_thread(mesh.call, "/abort_request", {"abort_all": True}))[0] == 200
+
+        answers = asyncio.run(mesh.streams(end_one, "e"))
+        assert answers[2].finish_reason == "abort"
+        assert sum(answer.finish_reason == "abort" for answer in answers) > 1
         assert_idle(mesh)
         assert mesh.call("/pause?mode=never")[0] == 400
         assert mesh.command.stop() == 0

@@ -27,7 +27,7 @@ from coordinator.messages import (
     View,
 )
 from coordinator.settings import flags
-from engine.messages import Counters, FileCounters, InstanceReport
+from engine.messages import Counters, EndRequests, FileCounters, InstanceReport
 from router.app import admin, rollouts
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
@@ -63,11 +63,18 @@ class World:
     def flights(self, most: int) -> list[Flight]:
         return ([Flight("cmpl-x", rank, 5, 7, 2, 0.5) for rank in (1, None)] * 600)[:most]
 
+    ended: tuple[list[str], bool] = ([], False)
     missing: Sequence[str] = ()
     """Instances that do not reset their caches."""
 
     async def reset_caches(self, timeout: float) -> list[str]:
         assert timeout > 1
+        return list(self.missing)
+
+    async def end_requests(
+        self, request_ids: Sequence[str], timeout: float, *, everything: bool = False
+    ) -> list[str]:
+        self.ended = (list(request_ids), everything)
         return list(self.missing)
 
     async def command(self, wish: OperatorCommand) -> OperatorAnswer:
@@ -445,6 +452,26 @@ def test_weights_from_a_directory() -> None:
     assert ask(gate(world), "POST", url, json=body).status_code == 503
     assert ask(gate(world), "POST", url, json={"model_path": "new"}).status_code == 400
     assert ask(gate(world), "POST", url, json={}).status_code == 400
+
+
+def test_requests_that_are_to_end() -> None:
+    world = World(None)
+    url = f"{ADMIN}/abort_request"
+    assert ask(gate(world), "POST", url, json={"rid": "x"}).status_code == 200
+    names, everything = world.ended
+    assert (names[:3], everything) == (["x", "cmpl-x", "chatcmpl-x"], False)
+    assert ask(gate(world), "POST", url, json={"rid": "", "abort_all": True}).status_code == 200
+    assert world.ended == ([], True)
+    assert ask(gate(world), "POST", url, json={}).status_code == 400
+    world.missing = ["a"]
+    assert ask(gate(world), "POST", url, json={"abort_all": True}).status_code == 503
+
+
+def test_an_answer_is_named_with_all_its_samples() -> None:
+    message = EndRequests(1, ("cmpl-x",))
+    assert all(map(message.names, ("cmpl-x", "cmpl-x-0", "cmpl-x-12")))
+    assert not any(map(message.names, ("cmpl-y", "cmpl-x-y", "cmpl-xx", "x", "cmpl-x-")))
+    assert EndRequests(1, everything=True).names("anything")
 
 
 def test_the_world_size() -> None:

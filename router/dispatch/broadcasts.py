@@ -1,17 +1,17 @@
-"""Resets of all instances' prefix caches, and the answers to them."""
+"""Questions of a router to all instances at once, and the answers to them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from engine.messages import ResetCache
+from engine.messages import EndRequests, ResetCache
 from router.dispatch.instance_connection import InstanceConnection
 
 
-class CacheResets:
-    """Cache resets that one router has begun."""
+class Broadcasts:
+    """Questions that one router has sent to all instances."""
 
     def __init__(self, connections: Mapping[str, InstanceConnection]) -> None:
         """``connections`` by instance."""
@@ -20,15 +20,15 @@ class CacheResets:
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
-        return f"<CacheResets {len(self._waiting)} waited for>"
+        return f"<Broadcasts {len(self._waiting)} waited for>"
 
-    async def reset(self, timeout: float) -> list[str]:
-        """Have all instances reset their caches; returns those that did not in time."""
+    async def ask(self, question: Callable[[int], ResetCache | EndRequests], timeout: float) -> list[str]:
+        """Send all instances a message with a number; returns those that did not answer in time."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         mine: dict[tuple[str, int], asyncio.Future[None]] = {}
         missing = []
         for name, connection in self._connections.items():
-            if connection.send(ResetCache(number)):
+            if connection.send(question(number)):
                 mine[name, number] = loop.create_future()
             else:
                 missing.append(name)
@@ -42,7 +42,7 @@ class CacheResets:
         return missing + [name for (name, _), answer in mine.items() if not answer.done()]
 
     def done(self, instance: str, number: int) -> None:
-        """Record that an instance has reset its cache; late answers are dropped."""
+        """Record that an instance has done what was asked; late answers are dropped."""
         answer = self._waiting.get((instance, number))
         if answer is not None and not answer.done():
             answer.set_result(None)
