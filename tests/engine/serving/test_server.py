@@ -21,6 +21,8 @@ from engine.messages import (
     Attached,
     Counters,
     Delta,
+    EndRequests,
+    FinishReason,
     InstanceReport,
     Leaving,
     Prefetch,
@@ -28,6 +30,7 @@ from engine.messages import (
     Recall,
     Recalled,
     RequestRefused,
+    RequestsEnded,
     Submit,
     TokenLogprobs,
     Tokens,
@@ -97,6 +100,8 @@ class Router:
         self._tokens: dict[int, list[int]] = {}
         self._finished: set[int] = set()
         self.errors: dict[int, str] = {}
+        self.ends: dict[int, FinishReason] = {}
+        self.answered: list[RequestsEnded] = []
         self.attached: list[Attached] = []
         self.prefetched: list[Prefetched] = []
         self.leaving = 0
@@ -128,6 +133,8 @@ class Router:
                 self.attached.append(message)
             if isinstance(message, Prefetched):
                 self.prefetched.append(message)
+            if isinstance(message, RequestsEnded):
+                self.answered.append(message)
             self.leaving += isinstance(message, Leaving)
             if isinstance(message, Tokens):
                 singles = iter(message.singles)
@@ -136,6 +143,7 @@ class Router:
                 for delta in message.deltas:
                     self._tokens.setdefault(delta.request, []).extend(delta.token_ids)
                     if delta.finish_reason is not None:
+                        self.ends[delta.request] = delta.finish_reason
                         self._finished.add(delta.request)
                     if delta.error:
                         self.errors[delta.request] = delta.error
@@ -252,6 +260,32 @@ def test_whose_request_is_aborted_gets_no_more_than_what_was_done() -> None:
     tokens = router.tokens(timeout=1.0)
     assert tokens[2] == expected_output(PROMPT, 9)
     assert tokens[1] == expected_output(PROMPT, 9)[: len(tokens[1])]
+    assert router.core.reports.report(0, 0).blocks_used == 0
+    router.close()
+
+
+def test_requests_that_are_to_end_end_with_their_tokens_and_the_question_is_answered() -> None:
+    """A request of another id goes on."""
+    events: list[str] = []
+    router = Router(Watched(events, computes_apart=True), events)
+    router.say(Attach("r"), submit(1, 50), submit(2, 9))
+    ended = False
+    deadline = time.monotonic() + 10.0
+
+    def between() -> None:
+        nonlocal ended
+        if len(events) > 6 and not ended:
+            ended = True
+            router.say(EndRequests(7, ("1",)))
+        if (ended and not router.core.has_work) or time.monotonic() > deadline:
+            router.server.drain(0.0)
+
+    router.server.run(between)
+    tokens = router.tokens(timeout=1.0, requests=2)
+    assert router.ends == {1: FinishReason.ABORT, 2: FinishReason.LENGTH}
+    assert router.answered == [RequestsEnded(7)]
+    assert tokens[2] == expected_output(PROMPT, 9)
+    assert tokens[1] == expected_output(PROMPT, 50)[: len(tokens[1])]
     assert router.core.reports.report(0, 0).blocks_used == 0
     router.close()
 

@@ -91,7 +91,7 @@ def test_all_instances_go_over_and_a_joiner_reads_the_new_weights(tmp_path: Path
         assert answers(mesh) == expected[1]
 
         mesh.command.child("Coordinator").kill()
-        wait_until(lambda: mesh.command.log.count("registering again") >= 2, 30, "instances are back")
+        wait_until(lambda: mesh.log.count("registering again") >= 2, 30, "instances are back")
         wait_until(lambda: mesh.ready() == [0, 1], 30, "the coordinator knows all")
         assert mesh.view().orders.weights.source == str(newer)
         assert answers(mesh) == expected[1]
