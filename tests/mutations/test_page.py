@@ -22,6 +22,7 @@ AREAS = {
     "sampler",
     "scheduling",
     "transfers",
+    "verify",
 }
 FEWEST = 60
 """Least planted bugs over all areas."""

@@ -121,8 +121,11 @@ class Redraw:
         recorded = self._expected.logprobs
         if not self.differing:
             return Cause.END
-        if len(self.differing) == 1 and self.differing[0] + 1 < self._compared == self._count:
-            return Cause.CHANGED
+        index = self.differing[0]
+        if len(self.differing) == 1 and self._compared == self._count:
+            is_last = index + 1 == self._count
+            if not is_last or self._recorded(index)[0] == self._found(index)[0]:
+                return Cause.CHANGED
         if recorded is None:
             return Cause.TOKENS
         return Cause.SAMPLER if tuple(scores) == recorded[: len(scores)] else Cause.MODEL

@@ -58,6 +58,14 @@ def logprob() -> Lie:
     return Lie(edited(truth, {"logprobs": logprobs}), truth, "this place alone was changed")
 
 
+def last_logprob() -> Lie:
+    """A change that no later token shows, either."""
+    truth = answered(SAMPLED)
+    logprobs = result_of(truth).logprobs or ()
+    changed = edited(truth, {"logprobs": [*logprobs[:-1], (logprobs[-1] or 0.0) - 2**-20]})
+    return Lie(changed, truth, "this place alone was changed")
+
+
 def cut() -> Lie:
     truth = answered(SAMPLED)
     result = result_of(truth)
@@ -118,7 +126,8 @@ def weights() -> Lie:
 
 
 LIES: dict[str, Callable[[], Lie]] = {
-    make.__name__: make for make in (token, logprob, cut, capped, seed, greedy, penalty, reasoning, prompt)
+    make.__name__: make
+    for make in (token, logprob, last_logprob, cut, capped, seed, greedy, penalty, reasoning, prompt)
 }
 QUANTISED: dict[str, Callable[[], Lie]] = {make.__name__: make for make in (cache, weights)}
 """Lies that are explained by reading the checkpoint again with other settings."""
