@@ -215,7 +215,7 @@ class CacheSharing:
         if self.exchange is not None:
             self.exchange.reset()
         else:
-            self._pool.forget_all()
+            self._pool.unname()
 
     def reset(self, peer: bytes, number: int) -> None:
         """Forget all cached prefixes; :meth:`take_resets` has the answer."""

@@ -279,22 +279,19 @@ class PiecePool:
         self._forget(block)
         self.hold([block])
 
-    def unname(self, hashes: Iterable[BlockHash]) -> None:
+    def unname(self, hashes: Iterable[BlockHash] | None = None) -> None:
         """Take pieces whose content may be wrong out of the index.
 
-        Requests that hold them keep them.
+        None: all, and partly filled blocks. Requests that hold them keep them.
         """
-        for block_hash in hashes:
+        if hashes is None:
+            self.parts.clear()
+        for block_hash in list(self._block_of) if hashes is None else hashes:
             block = self._block_of.get(block_hash)
             if block is not None:
                 self._forget(block)
                 if self._references[block] == 0:
                     self._free_list_of(block).move_to_end(block, last=False)
-
-    def forget_all(self) -> None:
-        """Forget all names, also those of partly filled blocks; requests keep what they hold."""
-        self.unname(list(self._block_of))
-        self.parts.clear()
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each slot of a request, given in order.

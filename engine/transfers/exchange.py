@@ -217,7 +217,7 @@ class BlockExchange:
 
     def reset(self) -> None:
         """Forget all names, also of blocks on their way; requests keep what they hold."""
-        self._pool.forget_all()
+        self._pool.unname()
         self._incoming.void()
         if (spot_checks := self.spot_checks) is not None:
             spot_checks.forget()

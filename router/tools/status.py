@@ -155,7 +155,7 @@ def _balance(balance: ExpertBalance) -> str:
 
 
 def _checks(view: View) -> list[str]:
-    """Line on answers and cached pieces that were computed again in the last 24 hours, if any."""
+    """Line on answers and cached pieces that were checked in 24 hours, if any."""
     answers, pieces = view.answers.checked, sum(member.load.cache_checked for member in view.members)
     wrong = view.answers.wrong + sum(member.load.cache_wrong for member in view.members)
     if not answers + pieces + wrong:

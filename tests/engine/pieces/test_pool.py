@@ -119,7 +119,7 @@ def test_a_reset_forgets_full_and_partly_filled_blocks() -> None:
     pool.name(held[0], name)
     pool.parts.name(held[1], b"part")
     pool.release(held)
-    pool.forget_all()
+    pool.unname()
     assert not pool.knows(name)
     assert pool.parts.find(b"part") is None
     assert len(pool.take(2) or []) == 2
