@@ -1,4 +1,4 @@
-"""Child process of ``lockstep bench machine --model``: times decode steps of a model, without a mesh.
+"""Child process of ``lockstep bench machine --model``, which times decode steps of a model.
 
     python -m engine.roofline '{"model": "DIRECTORY"}'
 

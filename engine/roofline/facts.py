@@ -34,7 +34,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     read_bytes: float
     """Weights as they are laid out, and cached keys and values, each once."""
     operations: float
-    """Of products with weights and of attention; a multiply-add counts as two."""
+    """Operations of products with weights and of attention; a multiply-add counts as two."""
 
 
 class RooflineFacts(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ class StepWork(NamedTuple):
     read_bytes: float
     """Weights as they are laid out, and cached keys and values, each once."""
     operations: float
-    """Of products with weights and of attention; a multiply-add counts as two."""
+    """Operations of products with weights and of attention; a multiply-add counts as two."""
 
 
 def is_counted(decoder: DecoderModel) -> bool:
