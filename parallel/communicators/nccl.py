@@ -14,6 +14,7 @@ Nothing of this has run over NCCL.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -30,6 +31,8 @@ from parallel.communicators.process_group import Messages, ProcessGroupCommunica
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.rounds.segments import ProcessWatch
 
+logger = logging.getLogger(__name__)
+
 LOOK_SECONDS = 0.005
 """Seconds between two looks at what is under way."""
 DEATH_GRACE = 0.05
@@ -38,6 +41,8 @@ DEATH_GRACE = 0.05
 It may have left in order."""
 END_SECONDS = 2.0
 """Seconds that an abort may take: NCCL's own has been seen to hang."""
+STUCK_STATUS = 5
+"""Exit status of a process whose device an abort did not free: that of a step that hangs."""
 FOREVER = timedelta(days=1000)
 QUIET_VARIABLES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -80,6 +85,7 @@ class NcclWire:
         end: Callable[[], None],
         shut_down: Callable[[], None],
         device: torch.device | None,
+        on_stuck: Callable[[str], None] | None = None,
     ) -> None:
         """``group`` sends and receives as a process group of torch.
 
@@ -88,10 +94,12 @@ class NcclWire:
             end: makes all fail that waits in the group.
             shut_down: leaves it in order.
             device: that of the tensors; None: of the CPU, whose calls wait.
+            on_stuck: called with the reason of an abort that hangs; None: the process ends.
         """
         self._group = group
         self._end, self._shut_down = end, shut_down
         self._device = device
+        self._on_stuck = on_stuck or _end_process
         self.reason: str | None = None
         self.blamed: int | None = None
         self.evidence: Evidence = "aborted"
@@ -177,12 +185,17 @@ class NcclWire:
                 self._pending.remove(pending)
 
     def cut(self, reason: str, blamed: int | None = None, evidence: Evidence = "aborted") -> None:
-        """See :class:`.Wire`. Returns within a few seconds, whatever the library does."""
+        """See :class:`.Wire`.
+
+        Where the library's abort hangs, its kernels may hold the device's stream for good: whatever another
+        group launched would wait behind them. So the process ends then, and is started again.
+        """
         with self._lock:
             if self.reason is not None:
                 return
             self.blamed, self.evidence, self.reason = blamed, evidence, reason
-        _within(END_SECONDS, self._end)
+        if not _within(END_SECONDS, self._end) and self._device is not None:
+            self._on_stuck(reason)
 
     def leave(self) -> None:
         """Wait for what was launched, leave the group in order, and end the thread."""
@@ -253,6 +266,17 @@ class NcclWire:
             self._pending.clear()
         if was_whole and self.on_broken is not None:
             self.on_broken(CollectiveError(reason, blamed, evidence))
+
+
+def _end_process(reason: str) -> None:
+    """End this process at once: its device may be held for good."""
+    logger.critical(
+        "the abort of an NCCL group hangs (%s), and may hold the device: this process ends with status %d",
+        reason,
+        STUCK_STATUS,
+    )
+    logging.shutdown()
+    os._exit(STUCK_STATUS)
 
 
 def _nothing() -> None:

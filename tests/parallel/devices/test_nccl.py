@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from coordinator.process import process
 from parallel.communicators import nccl
 from parallel.communicators.base import CollectiveError, carries
 from parallel.communicators.nccl import NcclCommunicator, NcclWire
@@ -58,6 +61,7 @@ class Made:
     def __init__(self, size: int = 2, timeout: float = 0.2, end: Callable[[], None] = lambda: None) -> None:
         self.group = Group()
         self.ended: list[str] = []
+        self.stuck: list[str] = []
 
         def abort() -> None:
             self.ended.append("abort")
@@ -69,6 +73,7 @@ class Made:
             end=abort,
             shut_down=lambda: self.ended.append("shutdown"),
             device=CUDA,
+            on_stuck=self.stuck.append,
         )
         cpu = torch.device("cpu")
         self.communicator = NcclCommunicator(
@@ -145,10 +150,40 @@ def test_an_abort_that_hangs_holds_nobody() -> None:
     began = time.monotonic()
     made.communicator.abort()
     assert time.monotonic() - began < 2.0
+    assert made.stuck == ["it was aborted"]
     with pytest.raises(CollectiveError, match="it was aborted"):
         made.communicator.all_reduce(torch.ones(1))
     hangs.set()
     made.communicator.close()
+
+
+STUCK = """
+import logging, threading, torch
+from parallel.communicators import nccl
+logging.basicConfig()
+nccl.END_SECONDS = 0.2
+end = {end}
+wire = nccl.NcclWire(None, processes={{}}, end=end, shut_down=end, device={device})
+wire.cut("a peer is lost")
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "device", "status"),
+    [
+        ("threading.Event().wait", 'torch.device("cuda", 0)', process.EXIT_HUNG),
+        ("threading.Event().wait", "None", 0),
+        ("lambda: None", 'torch.device("cuda", 0)', 0),
+    ],
+    ids=["hangs", "on a CPU", "in order"],
+)
+def test_a_process_whose_abort_hangs_ends(end: str, device: str, status: int) -> None:
+    """A group formed anew would wait for a stream that the old one holds."""
+    script = STUCK.format(end=end, device=device)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "goes on" in done.stdout) == (status, status == 0), done.stderr
+    assert ("the abort of an NCCL group hangs (a peer is lost)" in done.stderr) == (status != 0)
 
 
 def test_the_end_waits_for_what_was_launched() -> None:
