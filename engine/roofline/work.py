@@ -1,4 +1,4 @@
-"""Work of a step: bytes that it must read and operations that it must do; and its time on the native kernels.
+"""Least work of a step, in bytes and operations, and its time on native kernels.
 
 Callers are ``python -m engine.roofline`` and examples/benchmarks. Layers with recurrent states are not
 counted.
