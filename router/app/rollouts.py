@@ -258,7 +258,7 @@ class RolloutEndpoints:
         await self._see(wish)
 
     async def _carry_out(self, request: Request, wish: SetPause | UpdateWeights, timeout: float) -> str:
-        """Send a command until it is in effect on all instances; returns the coordinator's last word.
+        """Send a command until all instances follow; returns the last answer's text.
 
         It stays ordered if the client goes away.
         """

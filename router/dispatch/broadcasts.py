@@ -23,7 +23,7 @@ class Broadcasts:
         return f"<Broadcasts {len(self._waiting)} waited for>"
 
     async def ask(self, question: Callable[[int], ResetCache | EndRequests], timeout: float) -> list[str]:
-        """Send all instances a message with a number; returns those that did not answer in time."""
+        """Send all instances a numbered message; returns those that did not answer."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         mine: dict[tuple[str, int], asyncio.Future[None]] = {}
         missing = []

@@ -1,4 +1,4 @@
-"""Updates of the mesh's weights: decided by all, or abandoned with the old version in use."""
+"""Updates of the mesh's weights: decided by all, or abandoned."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_restarted_coordinator_goes_on_with_the_update() -> None:
 
 
 def run(seed: int) -> None:
-    """Nobody uses a version that not all had prepared, and all come to the same one."""
+    """All use versions that all had prepared, and come to the same one."""
     rng = random.Random(seed)
     mesh = UpdatedMesh(rng.randint(1, 3), rng)
     number = 0
@@ -256,7 +256,7 @@ def test_versions_rise_together_whatever_happens(seed: int) -> None:
 
 
 class DecidesForOne(WeightUpdates):
-    """A swap on one instance: all go over once any of them has prepared the version."""
+    """A swap on one instance: all go over once one has prepared it."""
 
     def _missing(self, serving: list[Record], version: WeightVersion) -> list[str]:
         missing = super()._missing(serving, version)
@@ -273,7 +273,7 @@ class GoesBack(Orders):
 
 
 class ReadsTheOldDirectory(Following):
-    """An instance that begins takes the weights that it has loaded for those of the mesh."""
+    """An instance that begins takes its own weights for those of the mesh."""
 
     def is_in_effect(self, orders: StandingOrders) -> bool:
         if self.number == 0 and not self.report().prepared:

@@ -1,4 +1,4 @@
-"""Weights that are prepared in a thread, and switched between two turns of the step loop."""
+"""Weights that are prepared in a thread, and switched between two turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pauses of a mesh: requests stand still over a death and a join, end, or are held back."""
+"""Pauses of a mesh: requests stand still, end, or are held back."""
 
 from __future__ import annotations
 

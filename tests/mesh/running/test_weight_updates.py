@@ -1,4 +1,4 @@
-"""New weights of a running mesh: answers are those of a mesh that was started with them."""
+"""New weights of a running mesh: answers are those of a fresh one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Schedules in which operators pause the mesh and let it go on, beside all else that happens.
+"""Schedules in which operators pause the mesh, and let it go on.
 
 From the answer *done* to a pause until the next command no instance may give a token to a request that the pause
-stops, whoever dies, joins, or is restarted meanwhile.
+stops, through deaths, joins and restarts.
 """
 
 from __future__ import annotations
