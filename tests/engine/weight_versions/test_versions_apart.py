@@ -1,4 +1,4 @@
-"""Blocks in files and of other instances never pass from one version of the weights to another."""
+"""Blocks of files and other instances never pass between versions of the weights."""
 
 from __future__ import annotations
 
