@@ -215,8 +215,7 @@ async def streams(
         return await asyncio.gather(*asked)
 
 
-@pytest.mark.parametrize("where", ["host", "device"], indirect=True)
-def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path, where: str) -> None:
+def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path) -> None:
     ports = Ports()
     flags = [*FLAGS, "-dpl", "1", "--num-gpu-blocks-override", "1200", "--disaggregation-mode"]
     details = "--enable-prompt-tokens-details"
@@ -226,13 +225,11 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path,
         serve(tmp_path / "other", "--headless", *ports.join(), *flags, "prefill") as other,
     ):
         head.wait_for("2 instances ready")
-        assert (STAGED in head.log) == (where == "device")
         decoding = next(rank for rank in (0, 1) if f"Engine_{rank}" in head.log)
         moved = asyncio.run(streams(ports, prompts))
         fetched = of(ports, "vllm:external_prefix_cache_hits_total", decoding)
         assert fetched >= 4 * 592, "of long prompts"
-        least = 4 * 250 if where == "host" else 2 * 250  # threads of a pretended device wait for each other
-        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > least, 5, "they went on")
+        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > 4 * 250, 5, "they went on")
         asked = sum(length for _, length in LENGTHS)
         wait_until(lambda: of_both(ports, "vllm:prompt_tokens_total") == asked, 5, "each prompt counts once")
         assert sources(ports) == {"local_compute": asked, "local_cache_hit": 0, "external_kv_transfer": 0}
