@@ -97,6 +97,11 @@ class PausedWorld(World):
         """Requests that have tokens."""
         self.stopped: PauseMode | None = None
         """The pause that was answered as done, until the next command."""
+        self._away: set[str] = set()
+        """Instances that the coordinator did not hear then.
+
+        What they had taken goes on when they are back.
+        """
         super().__init__(seed)
         chance = self._chance = random.Random(f"pause {seed}")
         self._commands = 0
@@ -135,6 +140,9 @@ class PausedWorld(World):
             self._to_come -= 1
             return
         self.stopped = mode
+        assert self.registry is not None
+        known = {member.instance for member in self.registry.view().members}
+        self._away = set(self.instances) - known
         self.checker.counts["requests in a pause"] += sum(bool(request.left) for request in self.requests)
         self.after(None, self._chance.choice((5, 50, 400)), self._resumes)
 
@@ -165,6 +173,8 @@ class PausedWorld(World):
         has_begun = request in self.begun
         if not has_begun:
             self.begun.append(request)
+        if instance.name in self._away:
+            return
         if self.stopped is PauseMode.KEEP or (self.stopped is PauseMode.WAIT and not has_begun):
             self.checker.broken(Rule.PAUSED, f"{instance.name} computes in a pause ({self.stopped})")
 
