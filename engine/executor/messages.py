@@ -110,7 +110,36 @@ class TellSpans(msgspec.Struct, frozen=True, tag="tell_spans"):
     """Question for the spans in which the worker computed."""
 
 
-ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | SetThreads | TellSpans
+class PrepareShard(msgspec.Struct, frozen=True, tag="prepare_shard"):
+    """Order to read and lay out other weights, beside the steps."""
+
+    number: int
+    directory: str
+    """On every host."""
+
+
+class SwitchShard(msgspec.Struct, frozen=True, tag="switch_shard"):
+    """Order to use the weights that were prepared from the next step on."""
+
+
+class DiscardShard(msgspec.Struct, frozen=True, tag="discard_shard"):
+    """Order to give back weights that were prepared, or to stop preparing them."""
+
+
+ToWorker = (
+    Begin
+    | Meet
+    | FirstRun
+    | FreeMemory
+    | Allocate
+    | Execute
+    | Join
+    | SetThreads
+    | TellSpans
+    | PrepareShard
+    | SwitchShard
+    | DiscardShard
+)
 
 # ---- worker -> engine
 
@@ -207,6 +236,14 @@ class Spans(msgspec.Struct, frozen=True, tag="spans"):
     spans: list[Span]
 
 
+class ShardPrepared(msgspec.Struct, frozen=True, tag="shard_prepared"):
+    """Report that other weights are laid out, with their digest, or why they cannot be used."""
+
+    number: int
+    digest: str = ""
+    problem: str = ""
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Report that a worker has failed and ends."""
 
@@ -226,5 +263,6 @@ FromWorker = (
     | GroupBroken
     | Joined
     | Spans
+    | ShardPrepared
     | WorkerFailed
 )

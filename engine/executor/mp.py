@@ -39,6 +39,7 @@ from engine.executor.messages import (
     Spans,
     TellSpans,
 )
+from engine.executor.mp_weights import MpWeights
 from engine.executor.shard_memory import ShardMemory, WorkerCache
 from engine.executor.worker_channels import WorkerChannels
 from engine.executor_contract import STARTUP_TIMEOUT, CannotStart, ExpertTimes, Progress
@@ -90,6 +91,8 @@ class MpExecutor:
         self._expert_bytes: list[int] = []
         self._expert_layers = 0
         self._arithmetic: list[Arithmetic] = []
+        self.new_weights = MpWeights(0, self._on_weights)
+        """Preparation and switch of other weights, once there is a cache."""
         self._caches: list[CacheAt | None] = []
         self._num_slots: list[int] = []
         """Slots of each kind of piece, blocks first."""
@@ -208,6 +211,8 @@ class MpExecutor:
         allocated = self._channels.await_each(self._workers, Allocated)
         self._expert_bytes = [each.expert_bytes for each in allocated]
         self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
+        self.new_weights = MpWeights(len(self._workers), self._on_weights)
+        self._channels.on_weights = self.new_weights.take_in
         self._caches = [each.cache for each in allocated]
         self._num_slots = [num_blocks, num_states][: 1 + bool(num_states)]
 
@@ -234,6 +239,14 @@ class MpExecutor:
         """See :class:`.Executor`."""
         return self._arithmetic
 
+    def _on_weights(self, digest: str) -> None:
+        self._send_orders()
+        self._arithmetic = [msgspec.structs.replace(each, weights=digest) for each in self._arithmetic]
+
+    def _send_orders(self) -> None:
+        for order in self.new_weights.take_orders():
+            self._channels.send_all(order)
+
     # ---- steps
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
@@ -259,6 +272,7 @@ class MpExecutor:
 
     def check(self) -> None:
         """See :class:`.Executor`."""
+        self._send_orders()
         self._channels.wait(0)
 
     # ---- the rest of the contract

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -29,6 +30,7 @@ from engine.executor.messages import (
     Begin,
     CacheAt,
     Computed,
+    DiscardShard,
     Execute,
     FirstRun,
     Free,
@@ -41,13 +43,16 @@ from engine.executor.messages import (
     Loaded,
     Meet,
     Phase,
+    PrepareShard,
     Read,
     SetThreads,
     Spans,
+    SwitchShard,
     TellSpans,
     ToWorker,
     WorkerFailed,
 )
+from engine.executor.worker_weights import WorkerWeights
 from engine.host import deferred
 from engine.host.cores import has_gpu
 from engine.model.checkpoint import CheckpointError
@@ -75,7 +80,8 @@ class Worker:
         self._channel = channel
         self._control = control
         self._spread: WorkerGroups | None = None
-        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+        self._weights: WorkerWeights | None = None
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._groups: list[Communicator] = []
         self._hosted: MeetingHost | None = None
@@ -242,8 +248,19 @@ class Worker:
             case SetThreads(threads, cores):
                 pin(cores)
                 executor.set_threads(threads)
+            case PrepareShard(number, directory):
+                self._weights_of(executor).prepare(number, directory)
+            case SwitchShard():
+                self._weights_of(executor).switch()
+            case DiscardShard():
+                self._weights_of(executor).discard()
             case _:
                 raise AssertionError(f"{begin.name} got {message!r} while it serves")
+
+    def _weights_of(self, executor: UniExecutor) -> WorkerWeights:
+        if self._weights is None:
+            self._weights = WorkerWeights(executor.new_weights, self._send)
+        return self._weights
 
     def _cache_of(self, executor: UniExecutor) -> CacheAt | None:
         places = [region.places for region in executor.regions]
@@ -269,7 +286,8 @@ class Worker:
         return self._decoder.decode(self._channel.receive(LOOK_SECONDS))
 
     def _send(self, message: FromWorker) -> None:
-        self._channel.send(self._encoder.encode(message))
+        with self._sending:
+            self._channel.send(msgspec.msgpack.encode(message))
 
 
 def pin(cores: tuple[int, ...]) -> None:

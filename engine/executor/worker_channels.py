@@ -11,14 +11,14 @@ import logging
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import msgspec
 
 from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, WorkerEnd
-from engine.executor.messages import FromWorker, Phase, ToWorker, WorkerFailed
+from engine.executor.messages import FromWorker, Phase, ShardPrepared, ToWorker, WorkerFailed
 from engine.executor_contract import Progress, WorkerLost
 from engine.model.errors import CheckpointError
 
@@ -46,6 +46,8 @@ class WorkerChannels:
         """All workers by stage, then rank."""
         self.problem = ""
         """Why the instance cannot go on."""
+        self.on_weights: Callable[[ShardPrepared], None] = lambda prepared: None
+        """Called with each report on new weights."""
         self.are_serving = False
         """Whether all workers wait for steps, so that they end as soon as asked."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -203,6 +205,9 @@ class WorkerChannels:
                 message = self._decoder.decode(payload)
                 if isinstance(message, WorkerFailed):
                     self._failed(worker, message)
+                if isinstance(message, ShardPrepared):
+                    self.on_weights(message)  # it comes at any time, and no step waits for it
+                    continue
                 worker.inbox.append(message)
                 worker.spoke_at = time.monotonic()
         except ChannelClosed:
