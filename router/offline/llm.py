@@ -37,6 +37,7 @@ from router.offline.outputs import RequestOutput, scores_of
 from router.offline.params import LoRARequest, SamplingParams
 from router.offline.progress import progress_bar
 from router.offline.run import run_jobs
+from router.offline.weights import update_command
 from router.text.chat_template import ChatTemplateError, load_chat_templates
 from router.text.text_model import TextModel, load_text_model
 
@@ -243,6 +244,23 @@ class LLM:
             [entry[token].logprob for entry, token in zip(scored, answer, strict=True) if entry is not None]
             for scored, answer in zip(map(scores_of, outputs, map(len, prompts)), answers, strict=True)
         ]
+
+    def update_weights(self, path: str | Path, *, label: str = "", in_flight: str = "keep") -> str:
+        """Have all instances go over to the weights of a directory; returns a line about that.
+
+        They prepare while they serve, then all go over. The directory has safetensors files with the tensors
+        of this model, in its format, and must stay until a later update. Instances that start later read it.
+        ``label``: name of the version. ``in_flight``: what becomes of requests of other threads: ``keep``
+        (they go on, with the keys and values that they have), ``recompute`` (they go on, computed again by
+        the new weights) or ``abort``.
+
+        Raises:
+            ValueError: the weights cannot be used, or another update is under way; the old ones go on.
+            TimeoutError: not all instances have gone over yet, though they may.
+            EngineDeadError: the mesh has ended.
+        """
+        wish = update_command(str(Path(path).absolute()), label, in_flight)
+        return self._mesh.update_weights(wish)
 
     # ---- what there is
 

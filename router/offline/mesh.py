@@ -26,7 +26,7 @@ import uvloop
 
 from coordinator.addresses import is_ipv6
 from coordinator.config import MeshConfig
-from coordinator.messages import Member, Settings, State
+from coordinator.messages import Member, Settings, State, UpdateWeights
 from coordinator.process import process
 from coordinator.rpc import keys, own_key
 from parallel.devices import cuda_devices
@@ -41,6 +41,7 @@ from router.launcher.serve import wait_for_instances, with_key_for_children
 from router.launcher.shutdown import Shutdown
 from router.launcher.supervisor import Supervisor
 from router.metrics.metrics import Metrics
+from router.offline.weights import carry_out
 
 POLL_INTERVAL = 0.02
 """Seconds between two looks at whether all instances are connected, or have left."""
@@ -165,6 +166,10 @@ class PrivateMesh:
         except BaseException:
             future.cancel()
             raise
+
+    def update_weights(self, wish: UpdateWeights) -> str:
+        """Have all instances go over to other weights; raises as :func:`.carry_out` does."""
+        return self.call(carry_out(self._config.mesh.coordinator_endpoint, self._keys, wish))
 
     def close(self, *, waits_for_others: bool = True) -> None:
         """End all processes.
