@@ -10,6 +10,7 @@ So a server is found that runs another checkpoint, quantises weights or cache, h
 reasoning short, or samples in another way. Requests and answers stay in the directory that is printed.
 
 The exit status is 0 if every answer is what was asked for, 1 if one is not, 2 if there was nothing to check.
+It is 3 if bits cannot be compared, as the server's kernels cannot run here: then only closeness is shown.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ OPENINGS = [
 ]
 TIMEOUT = 600.0
 """Seconds for one answer."""
+ONLY_CLOSE = "only closeness can be shown"
+"""Words of a verdict about an answer of kernels that cannot run here."""
 KINDS = {"completion": "/completions", "chat": "/chat/completions"}
 
 
@@ -182,10 +185,12 @@ def findings(
 
 def table(kinds: Sequence[str], found: Sequence[str]) -> None:
     """Print answers by kind, then the findings, equal ones together."""
-    print("| requests | asked | as asked for | wrong |\n|---|---|---|---|")
+    print("| requests | asked | as asked for | only close | wrong |\n|---|---|---|---|---|")
     for kind in (*KINDS, "all"):
         own = [each for each, name in zip(found, kinds, strict=True) if kind in (name, "all")]
-        print(f"| {kind} | {len(own)} | {own.count('')} | {len(own) - own.count('')} |")
+        close = sum(ONLY_CLOSE in each for each in own)
+        wrong = len(own) - own.count("") - close
+        print(f"| {kind} | {len(own)} | {own.count('')} | {close} | {wrong} |")
     for number, each in enumerate(found):
         if each:
             print(f"answer {number:03}: {each}")
@@ -219,8 +224,10 @@ def main(argv: list[str] | None = None) -> int:
     problems = collect(base_url, key, model, bodies, directory)
     found = findings(directory, [body for _, body in bodies], problems, arguments)
     table([kind for kind, _ in asked], found)
-    print(f"{base_url} is {'not ' * any(found)}what it claims to be; answers are in {directory}")
-    return int(any(found))
+    is_wrong = any(each and ONLY_CLOSE not in each for each in found)
+    result = "is not" if is_wrong else "may be" if any(found) else "is"
+    print(f"{base_url} {result} what it claims to be; requests and answers are in {directory}")
+    return 1 if is_wrong else 3 if any(found) else 0
 
 
 if __name__ == "__main__":

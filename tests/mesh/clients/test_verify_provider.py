@@ -190,7 +190,7 @@ def test_an_honest_provider_and_two_gateways_before_it(
     with mesh_of(tmp_path / "log", SHIPPED_MODEL) as mesh:
         status, text = check(mesh.url, tmp_path / "honest", capsys)
         assert status == 0, text
-        assert f"| all | {NUM_REQUESTS} | {NUM_REQUESTS} | 0 |" in text
+        assert f"| all | {NUM_REQUESTS} | {NUM_REQUESTS} | 0 | 0 |" in text
         with gateway(mesh, cooler, as_warm_as_asked) as url:
             status, text = check(url, tmp_path / "sampler", capsys)
         assert status == 1
@@ -200,10 +200,23 @@ def test_an_honest_provider_and_two_gateways_before_it(
             status, text = check(url, tmp_path / "reasoning", capsys)
         assert status == 1
         assert "differs at token 5 of " in text
+
+
+@pytest.mark.nightly
+def test_reasoning_that_a_capsule_names_and_kernels_of_another_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mesh_of(tmp_path / "log", SHIPPED_MODEL) as mesh:
         with gateway(mesh, briefer, no_disguise) as url:
-            status, text = check(url, tmp_path / "confessed", capsys)
+            status, text = check(url, tmp_path / "named", capsys)
         assert status == 1
         assert 'its parameters are not the request\'s: thinking {"tokens":5' in text
+        if honest().numerics.kernels != "avx2":
+            status, text = check(mesh.url, tmp_path / "close", capsys, "--numerics", "avx2")
+            assert status == 3
+            close = next(line for line in text.splitlines() if line.startswith("| all |"))
+            assert close.endswith(" | 0 |"), "none is wrong"
+            assert f"{mesh.url}/v1 may be what it claims to be" in text
 
 
 @pytest.mark.nightly
