@@ -809,34 +809,11 @@ class LoadChange(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, rank: int, load: Load) -> LoadChange:
         """The message for an instance's load."""
-        return cls(
-            rank,
-            load.running,
-            load.waiting,
-            load.blocks_used,
-            load.blocks_total,
-            load.tokens_per_second,
-            load.steps,
-            load.stalled_for,
-            load.refused_peers,
-            load.cache_checked,
-            load.cache_wrong,
-        )
+        return cls(rank, *msgspec.structs.astuple(load))
 
     def load(self) -> Load:
         """The load of this message."""
-        return Load(
-            self.running,
-            self.waiting,
-            self.blocks_used,
-            self.blocks_total,
-            self.tokens_per_second,
-            self.steps,
-            self.stalled_for,
-            self.refused_peers,
-            self.cache_checked,
-            self.cache_wrong,
-        )
+        return Load(*msgspec.structs.astuple(self)[1:])
 
 
 class ViewChange(msgspec.Struct, frozen=True, tag="change", kw_only=True, omit_defaults=True):
@@ -853,9 +830,9 @@ class ViewChange(msgspec.Struct, frozen=True, tag="change", kw_only=True, omit_d
     size: int | None
     waiting_for: str
     refused_peers: int = 0
+    answers: AnswerChecks = AnswerChecks()
     balance: ExpertBalance | None = None
     orders: StandingOrders = StandingOrders()
-    answers: AnswerChecks = AnswerChecks()
     complete: bool = True
     settings: Settings | None = None
     """None: as before."""

@@ -350,7 +350,7 @@ class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
     """Adapters that running requests may have at once."""
     running: list[str]
     waiting: list[str]
-    """Of requests that wait."""
+    """Adapters of requests that wait."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):

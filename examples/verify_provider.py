@@ -108,7 +108,7 @@ def first_model(base_url: str, key: str) -> str:
 def collect(
     base_url: str, key: str, model: str, bodies: Sequence[tuple[str, bytes]], directory: Path
 ) -> list[str]:
-    """Ask all requests and save the answers; returns what went wrong with each, empty for nothing."""
+    """Ask all requests and save the answers; returns what went wrong with each."""
 
     def one(number: int) -> str:
         kind, body = bodies[number]

@@ -237,7 +237,7 @@ class Spans(msgspec.Struct, frozen=True, tag="spans"):
 
 
 class ShardPrepared(msgspec.Struct, frozen=True, tag="shard_prepared"):
-    """Report that other weights are laid out, with their digest, or why they cannot be used."""
+    """Report that other weights are laid out, with their digest, or why not."""
 
     number: int
     digest: str = ""

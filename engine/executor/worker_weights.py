@@ -1,4 +1,4 @@
-"""A worker's side of new weights: they are prepared in a thread beside its steps (no torch)."""
+"""A worker's side of new weights, prepared in a thread beside its steps (no torch)."""
 
 from __future__ import annotations
 

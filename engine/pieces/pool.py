@@ -28,7 +28,7 @@ Routers only choose an instance by it, so a collision costs some time at worst.
 
 
 TAG = "\udcff"
-"""Mark of a root that is more than a salt: a byte that no text of a client has in UTF-8."""
+"""Mark of a root beyond a salt: a byte that no text has in UTF-8."""
 
 
 def rooted(salt: str, adapter: str) -> str:
@@ -40,7 +40,7 @@ def rooted(salt: str, adapter: str) -> str:
 
 
 def root_of(salt: str, weights: str = "") -> bytes:
-    """Beginning of the names of a context: the request's salt, and the version of the weights.
+    """Beginning of a context's names: the request's salt, and the version of the weights.
 
     ``weights``: digest of a version that took the place of those that were loaded; empty for those. No salt
     of a client begins as a version does: it is UTF-8.

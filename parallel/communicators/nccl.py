@@ -42,7 +42,7 @@ It may have left in order."""
 END_SECONDS = 2.0
 """Seconds that an abort may take: NCCL's own has been seen to hang."""
 STUCK_STATUS = 5
-"""Exit status where an abort did not free the device: that of a step that hangs."""
+"""Exit status where an abort did not free the device, as of a hanging step."""
 FOREVER = timedelta(days=1000)
 QUIET_VARIABLES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",

@@ -163,7 +163,7 @@ class MeshClient(RouterFacts):
     async def end_requests(
         self, request_ids: Sequence[str], timeout: float, *, everything: bool = False
     ) -> list[str]:
-        """Have all instances end requests of any router; returns those that did not answer in time.
+        """Have all instances end requests of any router; returns those that did not answer.
 
         The names are ids of answers.
         """

@@ -246,7 +246,7 @@ class LLM:
         ]
 
     def update_weights(self, path: str | Path, *, label: str = "", in_flight: str = "keep") -> str:
-        """Have all instances go over to the weights of a directory; returns a line about that.
+        """Have all instances go over to the weights of a directory; returns a report.
 
         They prepare while they serve, then all go over. The directory has safetensors files with the tensors
         of this model, in its format, and must stay until a later update. Instances that start later read it.

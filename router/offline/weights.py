@@ -1,4 +1,4 @@
-"""New weights for the mesh of an ``LLM``: one command to its coordinator, until all instances follow."""
+"""New weights for the mesh of an ``LLM``: one command, until all instances follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def update_command(path: str, label: str, in_flight: str) -> UpdateWeights:
 
 
 async def carry_out(endpoint: str, keys: MeshKeys | None, wish: UpdateWeights) -> str:
-    """Repeat a command until it is in effect on all instances; returns the coordinator's last word.
+    """Repeat a command until all instances follow; returns the coordinator's last answer.
 
     Raises:
         ValueError: the weights cannot be used; the old ones go on.

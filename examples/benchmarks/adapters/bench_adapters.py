@@ -74,7 +74,7 @@ def make_adapters(model: Path, directory: Path, count: int, rank: int) -> list[P
 async def measured(
     url: str, names: Sequence[str], concurrency: int, rounds: int, seed: str
 ) -> tuple[float, float]:
-    """Tokens a second, and median milliseconds to the first token, of requests of these models alike."""
+    """Tokens a second, and median milliseconds to the first token, of these models' requests."""
     chance = random.Random(seed)
     each = concurrency // len(names)
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 BLOCK = 16
 PROMPT = 128
 VOCABULARY = 64
-"""Tokens to choose from: few, as choosing is no host's work where there is a device."""
+"""Tokens to choose from: few, as a device would choose."""
 ROUTER = b"router"
 
 
@@ -35,7 +35,7 @@ class PretendedDevice:
         self.seconds = seconds
         self.free_at = 0.0
         self.steps: list[tuple[float, float, float]] = []
-        """Of each launch: time, seconds that the device had idled, CPU seconds of the host."""
+        """Launches: time, seconds that the device had idled, CPU seconds of the host."""
 
     def begin_fetch(self, tensor: Any) -> Callable[[], Any]:
         """In place of :func:`engine.attention.transfer.begin_fetch`, the end of each launch."""

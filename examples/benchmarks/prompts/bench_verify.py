@@ -33,7 +33,7 @@ SEED = 7
 
 
 class Answer:
-    """A prompt with the answer that the model gave to it, to be computed in several ways."""
+    """A prompt and the model's answer to it, to be computed in several ways."""
 
     def __init__(self, scorer: Scorer, num_prompt: int, num_tokens: int) -> None:
         chance = random.Random(1)

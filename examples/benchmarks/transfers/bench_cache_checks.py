@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of spot checks of the cache: prompts that begin alike, in one engine, without HTTP.
+"""Benchmark of spot checks of the cache: prompts that begin alike, in one engine.
 
     python examples/benchmarks/transfers/bench_cache_checks.py build/models/dense-small
     python examples/benchmarks/transfers/bench_cache_checks.py build/models/dense-small --threads 1
@@ -42,10 +42,10 @@ class Round(NamedTuple):
     """One setting, measured once."""
 
     seconds: float
-    """Of a request, as all the next."""
+    """Sizes of a request, as all the next."""
     cpu_seconds: float
     checks: int
-    """Of all requests."""
+    """Total of all requests."""
 
 
 def main() -> None:

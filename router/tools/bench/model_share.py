@@ -1,4 +1,4 @@
-"""Share of a machine's limits that a model's decode steps reach, measured by a child process."""
+"""Share of a machine's limits that decode steps reach, measured by a child process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelShare(msgspec.Struct, frozen=True):
 
 
 def measure_model(ask: RooflineRequest, rates: MachineRates) -> ModelShare | str:
-    """Steps of a model against the rates of all cores; a text if they cannot be measured."""
+    """Steps of a model against all cores' rates; a text if they cannot be measured."""
     command = [sys.executable, "-P", "-m", "engine.roofline", msgspec.json.encode(ask).decode()]
     environment = {**os.environ, KERNELS_VARIABLE: rates.kind, "OMP_NUM_THREADS": str(ask.threads)}
     try:

@@ -113,7 +113,7 @@ def test_a_partly_filled_block_that_is_filled_further_is_no_longer_found() -> No
 
 
 def test_a_reset_forgets_full_and_partly_filled_blocks() -> None:
-    """Else a short request that was handed over goes on in a block that may be wrong."""
+    """Else a short request that was handed over goes on in a wrong block."""
     pool, (name,) = PiecePool(2), hashes([1])
     held = pool.take(2) or []
     pool.name(held[0], name)

@@ -1,4 +1,4 @@
-"""Checks of a cache whose steps are scheduled ahead: nothing is compared before it is computed."""
+"""Checks of a cache with steps ahead: nothing is compared before it is computed."""
 
 from __future__ import annotations
 

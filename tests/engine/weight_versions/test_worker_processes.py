@@ -1,4 +1,4 @@
-"""New weights in worker processes: prepared beside their steps, used by all from one step on."""
+"""New weights in worker processes: prepared beside steps, used by all from one on."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from engine.pieces.pool import hash_block
 
 BLOCK_SIZE = 16
 EXPONENT_BIT = 0x02
-"""Of a bfloat16's upper byte: the number is 16 times as large, or as small."""
+"""Bit of a bfloat16's upper byte: the number becomes 16 times as large, or small."""
 
 
 def names_of(prompt: Sequence[int]) -> list[bytes]:

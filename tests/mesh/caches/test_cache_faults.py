@@ -1,4 +1,4 @@
-"""Caches of real instances with planted faults: each is named, forgotten, and gives no further answer.
+"""Caches of real instances with planted faults, each of which is named and forgotten.
 
 The faults are planted from outside: in memory that outlives an instance, and in files.
 """
@@ -32,7 +32,7 @@ pytestmark = [
 FOUND = (LENGTH - 1) // BLOCK_SIZE
 """Blocks of a prompt that are found; so many pieces have one checked."""
 MOST_ASKED = 10
-"""Requests until a fault is named: ten times as many hits as pieces have one checked."""
+"""Requests until a fault is named: ten times the interval of checks."""
 CHECKED = [*FLAGS, "--enable-prompt-tokens-details", "--cache-check-interval", str(FOUND)]
 SHARED = [*CHECKED, "--enable-kv-inheritance"]
 WRONG = 20
@@ -94,7 +94,7 @@ def check_named(command: Command, ports: Ports, rank: int, truth: dict[int, Answ
 
 
 def check_forgotten(ports: Ports, first: int, rank: int) -> None:
-    """Assert that nothing is cached of a prompt whose blocks were right, and of the same source."""
+    """Assert that nothing is cached of a prompt with right blocks of the same source."""
     assert ask(ports, first, rank)[2] == 0
 
 
@@ -122,7 +122,7 @@ def test_a_fault_of_an_instance_s_own_memory_is_named(tmp_path: Path, fault: str
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_poisoned_transfer_is_named_and_its_source_not_asked_again(tmp_path: Path, fault: str) -> None:
-    """The digests of the transfer are right: its source has something else in its memory by then."""
+    """The digests of the transfer are right: its source has something else in memory."""
     ports = Ports()
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), *SHARED) as command:
         command.wait_for("2 instances ready")
@@ -161,7 +161,7 @@ def test_an_inherited_block_that_is_half_written_is_named(tmp_path: Path) -> Non
 
 
 def test_a_file_of_other_weights_is_named_and_no_file_read_again(tmp_path: Path) -> None:
-    """Its digest is that of a file of these weights; the first prompt's files are right."""
+    """Its digest is that of these weights' file; the first prompt's files are right."""
     model = Path(shutil.copytree(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "model"))
     other = Path(shutil.copytree(model, tmp_path / "other"))
     change_weights(other)
@@ -205,7 +205,7 @@ STREAMED = 1000
 async def stream_and_look(
     command: Command, ports: Ports, firsts: list[int]
 ) -> list[tuple[str, list[int], int]]:
-    """Id and tokens of an answer of each instance, and their number when its wrong piece was found.
+    """Id and tokens of each instance's answer, and their number at its wrong piece's discovery.
 
     Each goes on behind a prompt of its own, whose cached blocks are wrong. Further requests have more pieces
     checked beside it.

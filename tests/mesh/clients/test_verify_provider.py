@@ -43,11 +43,11 @@ TEMPLATE = (
 Change = Callable[[dict[str, Any]], None]
 """What a dishonest provider makes of a request's fields."""
 Disguise = Callable[[Capsule, dict[str, Any]], Capsule]
-"""What it makes of the capsule of an answer, for the fields that the client sent."""
+"""What it makes of an answer's capsule, for the fields that the client sent."""
 
 
 class Provider(ThreadingHTTPServer):
-    """A gateway in front of a mesh that changes requests, and hides it in the capsules."""
+    """A gateway that changes requests, and hides it in the capsules."""
 
     def __init__(self, mesh: Ports, change: Change, disguise: Disguise) -> None:
         super().__init__(("127.0.0.1", 0), Gateway)

@@ -1,4 +1,4 @@
-"""A mesh with low-rank adapters: PEFT's tokens on all instances, whoever dies."""
+"""A mesh with low-rank adapters: PEFT's tokens on all instances, over deaths."""
 
 from __future__ import annotations
 

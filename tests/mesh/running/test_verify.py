@@ -1,4 +1,4 @@
-"""Answers of meshes of two instances, verified in one process: 200 at night, 30 for each push."""
+"""Answers of meshes, verified in one process: 200 at night, 30 for each push."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LONGER: list[Asked] = [
 ]
 """Requests that are under way while an instance is killed."""
 STREAMED = {"plain": 25, "drafts": 9}
-"""How many are asked for once more at night, as streams; 5 of the other meshes."""
+"""Answers asked for once more at night, as streams; 5 of the other meshes."""
 
 
 def asked_of(name: str) -> list[Asked]:
@@ -66,7 +66,7 @@ def running(ports: Ports, rank: int) -> float:
 
 
 def answers_around_a_kill(ports: Ports, command: Command) -> list[str]:
-    """Answers that an instance had begun when it was killed, beside those of the other one."""
+    """Answers that a killed instance had begun, beside those of the other one."""
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_all, ports, LONGER, **{"X-Lockstep-Capsule": "1"})
         wait_until(lambda: running(ports, 1) > 1, 20, "instance 1 works")

@@ -1,4 +1,4 @@
-"""Share of the machine's limits that steps of a model reach, and how it is printed."""
+"""Share of the machine's limits that a model's steps reach, and its print."""
 
 from __future__ import annotations
 

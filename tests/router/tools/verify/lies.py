@@ -139,7 +139,7 @@ def tuned(directory: Path) -> Server:
 
 
 def tuned_copy(directory: Path) -> Path:
-    """A fine-tune in a new directory: the same model, but for a little of one layer."""
+    """A fine-tune in a new directory: the same model but for part of a layer."""
     directory.mkdir()
     for path in DIRECTORY.iterdir():
         (directory / path.name).symlink_to(path)
