@@ -117,7 +117,8 @@ class MemberState:
     def outgoing(self, load: Load) -> list[ToCoordinator]:
         """Messages to send now: at every interval, and at each change."""
         if self.welcome is None:
-            return [msgspec.structs.replace(self.register, numerics=self.numerics, orders=self.orders)]
+            orders = self.orders if self.orders.revision else None
+            return [msgspec.structs.replace(self.register, numerics=self.numerics, orders=orders)]
         heartbeat = Heartbeat(
             instance=self.register.instance,
             state=self.state,

@@ -14,6 +14,7 @@ import pytest
 from coordinator.membership.admission import AGREED, NEEDS_SIZE, ONLY_SPREAD, differences_of, problem_with
 from coordinator.messages import Register, Settings
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from engine.config.lora import LoraConfig
 from engine.settings import adopt, resolve
 
 EPLB = '{"window_size": 100, "step_interval": 400, "num_redundant_experts": 3, "log_balancedness": true}'
@@ -36,6 +37,7 @@ AGREES: dict[str, tuple[dict[str, Any], object]] = {
     "all2all_backend": ({"device": {"all2all_backend": "all_to_all"}}, "auto"),
     "mesh_transport": ({"device": {"mesh_transport": "gloo"}}, "auto"),
     "data_parallel_size": ({}, None),
+    "lora": ({"lora": {"enable_lora": True, "max_loras": 3}}, None),
 }
 """For each setting: flags that give it a value, and another value."""
 SIZE = 2
@@ -47,6 +49,7 @@ def config_of(flags: dict[str, dict[str, Any]], *, spread: bool | None) -> Engin
         model=ModelConfig(model=SHIPPED_MODEL, **flags.get("model", {})),
         cache=CacheConfig(**flags.get("cache", {})),
         device=DeviceConfig(**device),
+        lora=LoraConfig(**flags.get("lora", {})),
     )
 
 

@@ -116,8 +116,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
     opens = open_weights  # not the name, which may be patched
 
     @contextmanager
-    def open_counted(directory: Path, dtype: torch.dtype, online: Any = None) -> Iterator[list[Any]]:
-        with opens(directory, dtype, online) as files:
+    def open_counted(*which: Any) -> Iterator[list[Any]]:
+        with opens(*which) as files:
             yield [_Counting(file, taken) for file in files]
 
     monkeypatch.setattr(module, "open_weights", open_counted)

@@ -119,13 +119,15 @@ class Router:
         for message in messages:
             self._socket.send(encode(message))
 
-    def tokens(self, timeout: float = 10.0, requests: int = 1) -> dict[int, list[int]]:
+    def tokens(self, timeout: float = 10.0, requests: int = 1, answers: int = 0) -> dict[int, list[int]]:
         """All tokens that have come once so many requests and all others have ended.
+
+        ``answers``: questions about ended requests whose answers have come by then.
 
         Collection also ends when none has come for a moment.
         """
         deadline = time.monotonic() + timeout
-        while len(self._finished) < max(len(self._tokens), requests):
+        while len(self._finished) < max(len(self._tokens), requests) or len(self.answered) < answers:
             if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
                 break
             message = self._decoder.decode(self._socket.recv())
@@ -281,7 +283,7 @@ def test_requests_that_are_to_end_end_with_their_tokens_and_the_question_is_answ
             router.server.drain(0.0)
 
     router.server.run(between)
-    tokens = router.tokens(timeout=1.0, requests=2)
+    tokens = router.tokens(timeout=1.0, requests=2, answers=1)
     assert router.ends == {1: FinishReason.ABORT, 2: FinishReason.LENGTH}
     assert router.answered == [RequestsEnded(7)]
     assert tokens[2] == expected_output(PROMPT, 9)
