@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -179,8 +180,14 @@ def test_no_body_keeps_the_event_loop_from_others(
     for name, (path, body) in bombs().items():
         if name not in LONG_BEFORE:
             continue
-        text, longest = compact(body), 0.0
-        asyncio.run(answered(app, path, text))
+        text = compact(body)
+        gc.collect()
+        gc.disable()  # a collection goes through all that other tests of this process have left
+        longest = 0.0
+        try:
+            asyncio.run(answered(app, path, text))
+        finally:
+            gc.enable()
         turns[name] = longest
     assert max(turns.values()) < 0.05, sorted(turns.items(), key=lambda x: -x[1])
 
