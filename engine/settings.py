@@ -63,7 +63,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         max_num_seqs=config.scheduler.most_requests(),
         performance_mode=config.scheduler.performance_mode,
         quantization=config.model.online or "",
-        lora=_lora(config.lora),
+        lora=_lora(config.lora, model.served_model_name or (model.model or SHIPPED_MODEL,)),
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -74,10 +74,13 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     return info, settings
 
 
-def _lora(config: LoraConfig) -> Lora | None:
-    """Adapters with their digests; None without any."""
+def _lora(config: LoraConfig, names: tuple[str, ...]) -> Lora | None:
+    """Adapters with their digests; None without any. ``names``: those of the model."""
     if not config.enable_lora:
         return None
+    for source in config.sources:
+        if source.name in names:  # else its requests would be answered by the adapter
+            raise CheckpointError(f"{source.name} is the model's own name: give the adapter another one")
     return Lora(tuple(map(settled, config.sources)), config.max_loras, config.max_lora_rank)
 
 

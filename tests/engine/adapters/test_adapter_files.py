@@ -15,7 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import CONFIG, WEIGHTS, AdapterError, digest_of, read_settings, settled
+from engine.config import EngineConfig, ModelConfig
 from engine.config.lora import LoraConfig
+from engine.model.errors import CheckpointError
+from engine.settings import resolve
 from tests.engine.adapters.made_adapters import make_adapter
 from tests.engine.native_families import make_family
 
@@ -135,3 +138,14 @@ def test_flags_name_adapters() -> None:
             LoraConfig(enable_lora=True, lora_modules=modules)
     with pytest.raises(ValueError, match="needs --enable-lora"):
         LoraConfig(lora_modules=("a=/x",))
+
+
+def test_an_adapter_cannot_have_the_models_name(model: Path, adapter: Path) -> None:
+    """Else requests of the model would be answered by the adapter."""
+    lora = LoraConfig(enable_lora=True, lora_modules=(f"base={adapter}",))
+    named = ModelConfig(model=str(model), served_model_name=("other", "base"))
+    with pytest.raises(CheckpointError, match="base is the model's own name"):
+        resolve(EngineConfig(model=named, lora=lora))
+    settings = resolve(EngineConfig(model=ModelConfig(model=str(model)), lora=lora))[1]
+    assert settings.lora is not None
+    assert [source.name for source in settings.lora.adapters] == ["base"]
