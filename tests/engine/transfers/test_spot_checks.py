@@ -218,7 +218,7 @@ def test_running_requests_that_found_a_wrong_piece_are_computed_again(
     assert not (serving.memory.read([block])[0] == flipped).all(), "by now it was computed here"
 
 
-def test_whoever_computed_a_block_is_computed_again_and_gives_no_wrong_piece_later(
+def test_a_request_that_computed_a_wrong_block_is_computed_again(
     instance: Instance,
 ) -> None:
     """A bit flips beneath a request that found nothing."""
