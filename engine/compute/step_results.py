@@ -10,7 +10,7 @@ import numpy.typing as npt
 from engine.compute.request_slots import RequestSlot, WantedLogits
 from engine.compute.sampler import read_logprobs
 from engine.messages import TokenLogprobs
-from engine.scheduling.speculation import num_taken
+from engine.speculation.speculation import num_taken
 from engine.step import ExtraTokens, Step, StepResult
 
 

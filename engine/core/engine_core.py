@@ -25,7 +25,7 @@ from engine.scheduling.outgoing_tokens import OutgoingTokens
 from engine.scheduling.request import Request
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation import Speculation
+from engine.speculation.speculation import Speculation
 from engine.transfers.messages import Holder
 from parallel.communicators.base import CollectiveError
 

@@ -7,9 +7,9 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_making import StepRows
 from engine.scheduling.totals import SchedulerTotals
+from engine.speculation.speculation import Speculation
 
 DRAFTS_BESIDE_PROMPTS = 4
 """Divisor of the budget left for drafts while prompts are to be computed."""

@@ -15,7 +15,7 @@ from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.scheduling.grammar import Grammar
-    from engine.scheduling.speculation import Drafter
+    from engine.speculation.speculation import Drafter
 
 RequestKey = tuple[bytes, int]
 """The router's connection, and the router's number of the request."""

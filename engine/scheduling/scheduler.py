@@ -22,10 +22,10 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.step_making import StepRows, UnderWay, admit_of, made_anew, slots_filled
 from engine.scheduling.totals import SchedulerTotals
+from engine.speculation.speculation import Speculation
 from engine.step import Admit, Step, StepResult
 
 LAST_OF_ALL = 1 << 64

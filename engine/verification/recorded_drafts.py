@@ -1,7 +1,7 @@
 """Drafts that are the recorded tokens, for drawing an answer again in few steps (pure).
 
 A drafted token counts only if the token that is drawn at its position equals it
-(:mod:`engine.scheduling.speculation`). So an answer is drawn as it would be without drafts, whatever was
+(:mod:`engine.speculation.speculation`). So an answer is drawn as it would be without drafts, whatever was
 recorded. Where all is as recorded, a step draws hundreds of its tokens at once, and the answer costs little
 more than a prompt of its length.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.speculation import SpeculativeConfig
-from engine.scheduling.speculation import Drafter, Speculation, Text
+from engine.speculation.speculation import Drafter, Speculation, Text
 
 LONGEST = 1024
 """Most tokens of a draft."""

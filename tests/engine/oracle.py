@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from engine.config.speculation import SpeculativeConfig
-from engine.scheduling.speculation import Speculation, Text
+from engine.speculation.speculation import Speculation, Text
 
 
 class Oracle(Speculation):

@@ -14,7 +14,7 @@ from engine.executor.uni import UniExecutor
 from engine.messages import Counters, Delta, FinishReason, Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
 from engine.pieces.kinds import BoundarySlots
-from engine.scheduling.speculation import Speculation
+from engine.speculation.speculation import Speculation
 from engine.step import ModelFacts
 from tests.engine.invariance.mixed import longest_of
 from tests.engine.oracle import Oracle, knowing

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.speculation import SpeculativeConfig
-from engine.scheduling.speculation import Speculation
+from engine.speculation.speculation import Speculation
 from tests.engine.oracle import Oracle
 from tests.engine.pieces.toy import PEER, ToyBench
 from tests.engine.scheduling.test_scheduler import tokens

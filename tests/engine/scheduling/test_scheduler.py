@@ -14,10 +14,10 @@ from engine.sampling import SamplingParams
 from engine.scheduling.request import Request, Status, from_submit, stream_seed
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_budget import PROMPT_LOGPROBS_CHUNK
 from engine.scheduling.step_making import admit_of
 from engine.scheduling.waiting_queue import WaitingQueue
+from engine.speculation.speculation import Speculation
 from engine.step import Step
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output

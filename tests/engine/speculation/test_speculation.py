@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.speculation import SpeculativeConfig, read_config
-from engine.scheduling import ngram_index as places_module
-from engine.scheduling import speculation as speculation_module
-from engine.scheduling.draft_prices import DraftTrust, StepCost
-from engine.scheduling.ngram_index import NgramIndex
-from engine.scheduling.speculation import Drafter, Speculation, Text, num_taken
+from engine.speculation import ngram_index as places_module
+from engine.speculation import speculation as speculation_module
+from engine.speculation.draft_prices import DraftTrust, StepCost
+from engine.speculation.ngram_index import NgramIndex
+from engine.speculation.speculation import Drafter, Speculation, Text, num_taken
 
 CHEAP = 0.05
 

@@ -7,7 +7,7 @@ the same seed, position and history. As long as sampled tokens equal the drafted
 that differs counts, too, and the rest do not. So the output is that of one token a step, whatever is drafted.
 
 Drafts cost time of the step. How long they are, and whether there are any, follows from what has come of them
-so far and from what steps took (:mod:`engine.scheduling.draft_prices`): a token is drafted if it is likelier
+so far and from what steps took (:mod:`engine.speculation.draft_prices`): a token is drafted if it is likelier
 to be taken than the part of a token's time that it costs.
 """
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.speculation import SpeculativeConfig
-from engine.scheduling.draft_prices import DraftTrust, StepCost, moved
-from engine.scheduling.ngram_index import NgramIndex
+from engine.speculation.draft_prices import DraftTrust, StepCost, moved
+from engine.speculation.ngram_index import NgramIndex
 
 NOTHING: list[int] = []
 MOST_INDEXED = 4096
