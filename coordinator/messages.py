@@ -212,6 +212,30 @@ class PauseMode(enum.StrEnum):
     """They end."""
 
 
+class MemoryPart(enum.StrEnum):
+    """Memory that an instance gives back while the mesh sleeps."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class MeshSleep(msgspec.Struct, frozen=True):
+    """Sleep of all instances: nothing is computed, and memory is given back.
+
+    Nobody gives memory back before all stand still, and nobody computes before all have it again: with
+    spread experts each step needs all members.
+    """
+
+    parts: tuple[MemoryPart, ...] = ()
+    """What instances are without while ``gives_back``; empty: they take everything back, then it ends."""
+    level: Annotated[int, Meta(ge=1, le=2)] = 1
+    """2: weights are read again from their source; 1: an instance may keep them elsewhere."""
+    mode: PauseMode = PauseMode.ABORT
+    """What becomes of requests in flight; new ones wait."""
+    gives_back: bool = False
+    """Whether all stand still, so that memory may be given back."""
+
+
 class WeightVersion(msgspec.Struct, frozen=True):
     """Weights of the mesh, by their number."""
 
@@ -253,12 +277,25 @@ class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, om
     pause: PauseMode | None = None
     command: str = ""
     """Id of the newest command about the pause."""
+    sleep: MeshSleep | None = None
+    """None: the mesh is awake."""
+    sleep_command: str = ""
+    """Id of the newest command about the sleep."""
+
+    @property
+    def standstill(self) -> PauseMode | None:
+        """How instances stand still for a pause or a sleep; None: requests run."""
+        if self.sleep is None:
+            return self.pause
+        if self.sleep.gives_back or (self.sleep.mode is PauseMode.WAIT and self.pause is not None):
+            return PauseMode.KEEP if self.pause is not PauseMode.ABORT else self.pause
+        return self.sleep.mode
 
 
 def is_same_but_name(one: StandingOrders, other: StandingOrders) -> bool:
     """Whether two orders ask for the same."""
-    names = {"revision": one.revision, "token": one.token, "command": one.command}
-    return one == msgspec.structs.replace(other, **names)
+    names = ("revision", "token", "command", "sleep_command")
+    return one == msgspec.structs.replace(other, **{name: getattr(one, name) for name in names})
 
 
 class OrdersReport(msgspec.Struct, frozen=True, array_like=True):
@@ -479,6 +516,30 @@ class SetPause(msgspec.Struct, frozen=True, tag="set_pause", kw_only=True):
     """None: go on."""
 
 
+class SetSleep(msgspec.Struct, frozen=True, tag="set_sleep", kw_only=True):
+    """An operator wants all instances to give back memory.
+
+    The same command again asks whether all have (200) or not yet (202). Instances that sleep already give
+    back these parts, too.
+    """
+
+    command: str
+    parts: tuple[MemoryPart, ...]
+    level: Annotated[int, Meta(ge=1, le=2)] = 1
+    mode: PauseMode = PauseMode.ABORT
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up", kw_only=True):
+    """An operator wants all instances to take memory back.
+
+    They go on when they have all of it. The same command again asks whether that is so: 200, or 202 not yet.
+    """
+
+    command: str
+    parts: tuple[MemoryPart, ...] = ()
+    """Empty: all."""
+
+
 class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=True):
     """An operator, or a trainer, wants all instances to go over to other weights.
 
@@ -519,7 +580,7 @@ class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
-OperatorCommand = Drain | Scale | SetRole | Rebalance | SetPause | UpdateWeights
+OperatorCommand = Drain | Scale | SetRole | Rebalance | SetPause | SetSleep | WakeUp | UpdateWeights
 """Wishes of operators, each answered by an :class:`OperatorAnswer`."""
 
 ToCoordinator = (
@@ -535,6 +596,8 @@ ToCoordinator = (
     | SetRole
     | Rebalance
     | SetPause
+    | SetSleep
+    | WakeUp
     | UpdateWeights
     | OperatorAnswer
 )

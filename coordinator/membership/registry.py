@@ -22,6 +22,7 @@ from coordinator.membership.records import Instruction, Note, Peer, Rules, Send
 from coordinator.membership.registration import Registration
 from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
+from coordinator.membership.sleep_orders import SleepOrders
 from coordinator.membership.standing_orders import Orders, in_words
 from coordinator.membership.watchers import Watchers
 from coordinator.membership.weight_updates import WeightUpdates
@@ -38,10 +39,12 @@ from coordinator.messages import (
     Scale,
     SetPause,
     SetRole,
+    SetSleep,
     State,
     ToCoordinator,
     UpdateWeights,
     View,
+    WakeUp,
     Watch,
 )
 from coordinator.views import ViewLog
@@ -60,6 +63,7 @@ class Registry:
         self._roles = SetRoles()
         self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
         self._weights = WeightUpdates(self._orders, self._records)
+        self._sleep = SleepOrders(self._orders)
         self._sent_orders = self._orders.current
         model = OneModel()
         self._registration = Registration(self._roster, self._groups, model, self._orders, self._log)
@@ -85,7 +89,8 @@ class Registry:
             case Heartbeat():
                 before = self._state_of(message)
                 instructions = list(self._heartbeats.heartbeat(peer, message, now))
-                quiet = self._orders.current.update is None and not self._groups.suspicions
+                changes = self._orders.current.update is not None or self._sleep.changes
+                quiet = not changes and not self._groups.suspicions
                 if self._state_of(message) == before and quiet:
                     return instructions  # nothing new: most heartbeats
             case Lost():
@@ -105,16 +110,21 @@ class Registry:
                 return list(self._set_role(peer, message))
             case SetPause():
                 return [Send(peer, self._orders.set_pause(message)), *self._send_orders()]
+            case SetSleep():
+                answer = self._sleep.begin(message, spreads=self._roster.spreads)
+                return [Send(peer, answer), *self._send_orders()]
+            case WakeUp():
+                return [Send(peer, self._sleep.end(message)), *self._send_orders()]
             case UpdateWeights():
                 answer = self._weights.begin(message, spreads=self._roster.spreads)
-                return [Send(peer, answer), *self._update_weights(now)]
+                return [Send(peer, answer), *self._follow_orders(now)]
             case Rebalance():
                 return [Send(peer, self._groups.rebalance(message)), *self._groups.go_on(now)]
             case Scale():
                 return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
             case OperatorAnswer():
                 return [Send(*sent) for sent in self._operations.answer(message)]
-        return [*instructions, *self._update_weights(now), *self._groups.go_on(now)]
+        return [*instructions, *self._follow_orders(now), *self._groups.go_on(now)]
 
     def tick(self, now: float) -> list[Instruction]:
         """Remove instances that were silent for too long; send what has changed."""
@@ -124,7 +134,7 @@ class Registry:
             self._log.touch_head()
         instructions += self._heartbeats.remove_silent(now)
         self._watchers.forget_silent(now)
-        instructions += [*self._update_weights(now), *self._groups.go_on(now)]
+        instructions += [*self._follow_orders(now), *self._groups.go_on(now)]
         if self._log.is_due(now) or self._log.has_old_loads(now):
             instructions += self._watchers.push(now)
         return instructions
@@ -170,9 +180,10 @@ class Registry:
         if record is not None:
             self._log.touch(record.instance)
 
-    def _update_weights(self, now: float) -> Iterator[Instruction]:
-        """Decide or abandon an update of the weights; send orders that have changed."""
+    def _follow_orders(self, now: float) -> Iterator[Instruction]:
+        """Decide what follows for weights and sleep; send orders that have changed."""
         yield from self._weights.go_on(now)
+        self._sleep.go_on()
         yield from self._send_orders()
 
     def _send_orders(self) -> Iterator[Instruction]:

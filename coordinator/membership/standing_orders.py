@@ -139,7 +139,11 @@ class Orders:
 def in_words(orders: StandingOrders) -> str:
     """Orders in words, for the log."""
     update, weights = orders.update, orders.weights
+    sleep = orders.sleep
     parts = [f"paused ({orders.pause})" if orders.pause is not None else "not paused"]
+    if sleep is not None:
+        without = " and ".join(sleep.parts)
+        parts.append(f"asleep, {'without' if sleep.gives_back else 'to be without'} {without or 'nothing'}")
     if weights.number:
         parts.append(f"weights {weights.number} ({weights.label})")
     if update is not None:

@@ -14,7 +14,14 @@ import msgspec
 from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE, FAILED, UNAVAILABLE
 from coordinator.membership.records import Note, Record, Records
 from coordinator.membership.standing_orders import Orders
-from coordinator.messages import OperatorAnswer, State, UpdateWeights, WeightUpdate, WeightVersion
+from coordinator.messages import (
+    MemoryPart,
+    OperatorAnswer,
+    State,
+    UpdateWeights,
+    WeightUpdate,
+    WeightVersion,
+)
 
 PREPARE_TIMEOUT = 600.0
 """Seconds for all instances to prepare new weights."""
@@ -52,6 +59,10 @@ class WeightUpdates:
             return _answer(wish.command, CONFLICT, text)
         if spreads:
             text = "weights of experts that are spread over instances cannot be updated yet: see -ep"
+            return _answer(wish.command, CONFLICT, text)
+        sleep = orders.sleep
+        if sleep is not None and MemoryPart.WEIGHTS in sleep.parts:
+            text = "instances sleep without their weights: wake them up first, with the part weights"
             return _answer(wish.command, CONFLICT, text)
         if not self._serving():
             return _answer(wish.command, UNAVAILABLE, "no instance serves")

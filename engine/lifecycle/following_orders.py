@@ -69,11 +69,13 @@ class OrdersFollowing:
             self._core.hold_steps(False)
         if self._membership.follows_orders:
             return True
-        is_paused = self._server.set_pause(orders.pause)
-        if not (has_weights and is_paused):
+        stands_still = self._server.set_pause(orders.standstill)
+        gives_back = orders.sleep is not None and orders.sleep.gives_back
+        if not (has_weights and stands_still) or gives_back:  # giving back memory is not built here yet
             return False
         self._membership.in_effect(orders)
-        what = f"paused ({orders.pause})" if orders.pause is not None else "not paused"
+        mode = orders.standstill
+        what = f"paused ({mode})" if mode is not None else "not paused"
         logger.info("standing orders %d are in effect here: %s", orders.revision, what)
         return True
 

@@ -1,0 +1,169 @@
+"""Sleep of the mesh over lost messages, joins, deaths and restarts of the coordinator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE
+from coordinator.messages import (
+    Exited,
+    MemoryPart,
+    OperatorAnswer,
+    PauseMode,
+    SetSleep,
+    StandingOrders,
+    UpdateWeights,
+    WakeUp,
+)
+from tests.coordinator.membership.test_registry import to
+from tests.coordinator.membership.test_standing_orders import Mesh
+
+BOTH = (MemoryPart.KV_CACHE, MemoryPart.WEIGHTS)
+
+
+class SleepingMesh(Mesh):
+    """A coordinator and its instances, which note what they are without."""
+
+    def sleep(self, *parts: MemoryPart, command: str = "sleep", level: int = 1) -> int:
+        return self.command(SetSleep(command=command, parts=parts or BOTH, level=level))
+
+    def wake(self, *parts: MemoryPart, command: str = "wake") -> int:
+        return self.command(WakeUp(command=command, parts=parts))
+
+    def command(self, wish: SetSleep | WakeUp | UpdateWeights) -> int:
+        (answer,) = to(b"o", self.registry.handle(b"o", wish, self.now))
+        assert isinstance(answer, OperatorAnswer)
+        return answer.status
+
+    def without(self) -> list[tuple[MemoryPart, ...]]:
+        """What each instance has given back."""
+        return [given_back(member.orders) for member in self.members]
+
+
+def given_back(orders: StandingOrders) -> tuple[MemoryPart, ...]:
+    sleep = orders.sleep
+    return sleep.parts if sleep is not None and sleep.gives_back else ()
+
+
+def test_memory_is_given_back_once_all_stand_still() -> None:
+    mesh = SleepingMesh(2)
+    assert mesh.sleep() == ACCEPTED
+    mesh.talk(mesh.members[0])
+    mesh.talk(mesh.members[1], follows=False)
+    assert {member.orders.standstill for member in mesh.members} == {PauseMode.ABORT}
+    assert mesh.without() == [(), ()]
+    mesh.talk(mesh.members[1])
+    mesh.talk_all()
+    assert mesh.without() == [BOTH, BOTH]
+    assert mesh.sleep() == DONE
+
+
+def test_requests_run_once_all_have_their_memory_again() -> None:
+    mesh = SleepingMesh(2)
+    mesh.sleep()
+    mesh.talk_all()
+    mesh.talk_all()
+    assert mesh.wake() == ACCEPTED
+    mesh.talk(mesh.members[0])
+    mesh.talk(mesh.members[1], follows=False)
+    assert {member.orders.standstill for member in mesh.members} == {PauseMode.KEEP}
+    mesh.talk(mesh.members[1])
+    mesh.talk_all()
+    assert {member.orders.standstill for member in mesh.members} == {None}
+    assert mesh.wake() == DONE
+
+
+def test_a_part_can_be_taken_back_before_the_others() -> None:
+    mesh = SleepingMesh(1)
+    mesh.sleep()
+    mesh.talk_all()
+    mesh.wake(MemoryPart.WEIGHTS)
+    mesh.talk_all()
+    assert mesh.wake(MemoryPart.WEIGHTS) == DONE
+    assert mesh.without() == [(MemoryPart.KV_CACHE,)]
+    assert mesh.command(UpdateWeights(command="u", source="/new")) == ACCEPTED
+
+
+def test_no_update_begins_where_instances_are_without_weights() -> None:
+    mesh = SleepingMesh(1)
+    mesh.sleep()
+    mesh.talk_all()
+    assert mesh.command(UpdateWeights(command="u", source="/new")) == CONFLICT
+
+
+def test_the_mesh_does_not_sleep_while_new_weights_are_prepared() -> None:
+    mesh = SleepingMesh(1)
+    mesh.command(UpdateWeights(command="u", source="/new"))
+    assert mesh.sleep() == CONFLICT
+    assert mesh.sleep(MemoryPart.KV_CACHE) == ACCEPTED
+
+
+def test_a_joiner_stays_asleep() -> None:
+    mesh = SleepingMesh(1)
+    mesh.sleep()
+    mesh.talk_all()
+    mesh.talk_all()
+    mesh.join()
+    assert mesh.without() == [BOTH, BOTH]
+
+
+def test_a_pause_outlasts_a_sleep() -> None:
+    mesh = SleepingMesh(1)
+    mesh.pause(PauseMode.KEEP)
+    mesh.sleep()
+    mesh.talk_all()
+    mesh.wake()
+    mesh.talk_all()
+    mesh.talk_all()
+    assert mesh.members[0].orders.sleep is None
+    assert mesh.members[0].orders.standstill is PauseMode.KEEP
+
+
+def test_a_command_to_wake_a_mesh_that_does_not_sleep_is_done() -> None:
+    mesh = SleepingMesh(1)
+    mesh.wake()
+    mesh.talk_all()
+    assert mesh.wake() == DONE
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nobody_is_without_memory_while_another_may_compute(seed: int) -> None:
+    """In no state of the mesh, through deaths, joins, restarts and lost messages."""
+    rng = random.Random(seed)
+    mesh = SleepingMesh(rng.randint(1, 3))
+    number, asleep = 0, False
+    for _ in range(80):
+        match rng.randrange(9):
+            case 0:
+                asleep, number = True, number + 1
+                status = mesh.sleep(*rng.sample(BOTH, rng.choice((1, 2))), command=str(number))
+                assert status in (ACCEPTED, DONE)
+            case 1:
+                number += 1
+                parts = rng.choice(((), (), (MemoryPart.WEIGHTS,)))
+                assert mesh.wake(*parts, command=str(number)) in (ACCEPTED, DONE)
+            case 2:
+                if len(mesh.members) < 6:
+                    mesh.join()
+            case 3:
+                mesh.restart()
+                mesh.talk_all()
+            case 4:
+                if len(mesh.members) > 1:
+                    gone = mesh.members.pop(rng.randrange(len(mesh.members)))
+                    mesh.send("s", Exited(gone.register.instance, "was killed"))
+            case _:
+                mesh.talk(rng.choice(mesh.members), follows=rng.random() < 0.7)
+        bare = [member for member in mesh.members if given_back(member.orders)]
+        running = [member for member in mesh.members if member.orders.standstill is None]
+        assert not (bare and running), f"{bare} have given memory back, {running} may compute"
+    for _ in range(2):
+        mesh.talk_all()
+    mesh.wake(command="last")
+    for _ in range(3):
+        mesh.talk_all()
+    assert mesh.wake(command="last") == DONE
+    assert {member.orders.standstill for member in mesh.members} == {None}
+    assert asleep
