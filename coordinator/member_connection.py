@@ -15,6 +15,7 @@ import zmq.asyncio
 from coordinator.addresses import reached
 from coordinator.member_state import MemberState
 from coordinator.messages import (
+    AdaptersReport,
     AdmissionRefused,
     AnswerChecks,
     Drain,
@@ -182,6 +183,12 @@ class MemberConnection:
         """Report how far this instance is with weight versions, if that has changed."""
         if report != self._state.weights:
             self._state.weights = report
+            self._wake()
+
+    def report_adapters(self, report: AdaptersReport) -> None:
+        """Report how far this instance is with an adapter to read, if that has changed."""
+        if report != self._state.adapters:
+            self._state.adapters = report
             self._wake()
 
     def enter(self, group: GroupPlan | None) -> None:
@@ -361,6 +368,8 @@ class Watcher:
         self._message = Watch(name, launcher)
         self.answers: Callable[[], AnswerChecks] = AnswerChecks
         """Shadow checks of this router, for the coordinator."""
+        self.adapters_in_use: Callable[[], tuple[str, ...]] = tuple
+        """Digests of retired adapters that requests of this router have."""
         self._on_scale = on_scale
         self._heard_at: float | None = None
         self._copy = ViewCopy()
@@ -440,7 +449,13 @@ class Watcher:
 
     def _watch(self) -> Watch:
         series, number = self._copy.known
-        return msgspec.structs.replace(self._message, series=series, number=number, answers=self.answers())
+        return msgspec.structs.replace(
+            self._message,
+            series=series,
+            number=number,
+            answers=self.answers(),
+            adapters=self.adapters_in_use(),
+        )
 
     def send(self, message: ToCoordinator) -> bool:
         """Send another message to the coordinator; False without a connection."""

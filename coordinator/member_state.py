@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from coordinator.messages import (
+    AdaptersReport,
     AdmissionRefused,
     AdmissionWait,
     Beat,
@@ -83,6 +84,8 @@ class MemberState:
         """Revision of the orders that are in effect here."""
         self.weights = WeightsReport()
         """How far this instance is with weight versions."""
+        self.adapters = AdaptersReport()
+        """How far this instance is with an adapter to read."""
         self.on_orders: Callable[[], None] | None = None
         self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
@@ -143,6 +146,7 @@ class MemberState:
                 self.orders.revision, self.orders.token, self.in_effect >= self.orders.revision
             ),
             weights=self.weights,
+            adapters=self.adapters,
         )
         return [heartbeat] if self._lost is None else [heartbeat, self._lost]
 

@@ -51,6 +51,10 @@ class Balancing(msgspec.Struct, frozen=True, kw_only=True):
     """Windows between two log lines with the balancedness; 0: none."""
 
 
+MOST_ADAPTERS = 1000
+"""Most adapters of a mesh."""
+
+
 class AdapterSource(msgspec.Struct, frozen=True):
     """Low-rank adapter of the mesh: its name for clients, and where its files are."""
 
@@ -64,9 +68,14 @@ class Lora(msgspec.Struct, frozen=True):
     """Low-rank adapters of a mesh, and the room for them on each instance."""
 
     adapters: tuple[AdapterSource, ...]
+    """Those of the start; standing orders have later ones."""
     max_loras: int
     """Adapters that running requests have at once."""
     max_lora_rank: int
+    max_cpu_loras: int = MOST_ADAPTERS
+    """Adapters in memory at once, those included that only requests in flight have."""
+    allowed_path: str = ""
+    """Directory that adapters loaded later must be in; empty: any."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,6 +267,25 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     in_flight: InFlight = InFlight.KEEP
 
 
+class AdapterList(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Low-rank adapters of the mesh, as changed while it serves."""
+
+    number: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Rises with each change; 0: the list is that of the settings."""
+    adapters: tuple[AdapterSource, ...] = ()
+    retired: tuple[AdapterSource, ...] = ()
+    """Unloaded and replaced ones that requests in flight may still have."""
+    commands: tuple[str, ...] = ()
+    """Ids of the newest commands that changed the list, the last one at the end."""
+
+
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """Adapter that instances read into memory before the mesh decides to serve it."""
+
+    command: str
+    source: AdapterSource
+
+
 class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, omit_defaults=True):
     """What all instances of the mesh keep to (docs/design/weight-versions.md).
 
@@ -281,6 +309,9 @@ class StandingOrders(msgspec.Struct, frozen=True, tag="orders", kw_only=True, om
     """None: the mesh is awake."""
     sleep_command: str = ""
     """Id of the newest command about the sleep."""
+    adapters: AdapterList = AdapterList()
+    adapter_load: AdapterLoad | None = None
+    """The adapter to read now."""
 
     @property
     def standstill(self) -> PauseMode | None:
@@ -318,6 +349,18 @@ class WeightsReport(msgspec.Struct, frozen=True, array_like=True):
     """Its digest."""
     failed: str = ""
     """Id of the update that could not be prepared."""
+    reason: str = ""
+
+
+class AdaptersReport(msgspec.Struct, frozen=True, array_like=True):
+    """How far an instance is with the adapter to read."""
+
+    command: str = ""
+    """Id of the command whose adapter is in memory."""
+    digest: str = ""
+    """Digest of that adapter."""
+    failed: str = ""
+    """Id of the command whose adapter cannot be served."""
     reason: str = ""
 
 
@@ -404,6 +447,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """Whether an operator has set the role, and not the command line."""
     orders: OrdersReport = OrdersReport()
     weights: WeightsReport = WeightsReport()
+    adapters: AdaptersReport = AdaptersReport()
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -469,6 +513,8 @@ class Watch(msgspec.Struct, frozen=True, tag="watch", omit_defaults=True):
     """Series of the view that the watcher has."""
     number: Epoch = 0
     """Number of that view; 0: it has none, or missed a change."""
+    adapters: Annotated[tuple[str, ...], Meta(max_length=MOST_ADAPTERS)] = ()
+    """Digests of retired adapters that requests of this router have."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
@@ -555,6 +601,30 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=T
     in_flight: InFlight = InFlight.KEEP
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True):
+    """An operator, or a trainer, wants all instances to serve one more low-rank adapter.
+
+    The same command again asks how far that is: 202 not yet, 200 served everywhere, 400 refused.
+    """
+
+    command: str
+    name: str
+    path: str
+    """Directory that has it, on every host."""
+    in_place: bool = False
+    """Also in place of an adapter of the same name."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=True):
+    """An operator wants no further requests to be answered by a low-rank adapter.
+
+    The same command again asks whether that is so everywhere.
+    """
+
+    command: str
+    name: str
+
+
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     """An operator wants so many instances in all.
 
@@ -572,7 +642,7 @@ class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
 
     command: str
     status: int
-    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher.
+    """Status as in HTTP: 202 accepted, 400 refused, 404 no such rank, 409 conflict, 503 no launcher.
 
     200: it is done. 500: what was accepted before cannot succeed any more.
     """
@@ -580,7 +650,18 @@ class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
-OperatorCommand = Drain | Scale | SetRole | Rebalance | SetPause | SetSleep | WakeUp | UpdateWeights
+OperatorCommand = (
+    Drain
+    | Scale
+    | SetRole
+    | Rebalance
+    | SetPause
+    | SetSleep
+    | WakeUp
+    | UpdateWeights
+    | LoadAdapter
+    | UnloadAdapter
+)
 """Wishes of operators, each answered by an :class:`OperatorAnswer`."""
 
 ToCoordinator = (
@@ -599,6 +680,8 @@ ToCoordinator = (
     | SetSleep
     | WakeUp
     | UpdateWeights
+    | LoadAdapter
+    | UnloadAdapter
     | OperatorAnswer
 )
 

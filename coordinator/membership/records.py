@@ -12,6 +12,7 @@ import msgspec
 
 from coordinator.membership.progress import Progress
 from coordinator.messages import (
+    AdaptersReport,
     ExpertLoads,
     FromCoordinator,
     GroupPlan,
@@ -159,6 +160,8 @@ class Record:
     """Whether the newest orders were in effect there at some time since it is ready."""
     weights: WeightsReport = field(default_factory=WeightsReport)
     """How far it is with weight versions."""
+    adapters: AdaptersReport = field(default_factory=AdaptersReport)
+    """How far it is with an adapter to read."""
     odd: dict[str, int] = field(default_factory=dict)
     """Shadow checks that name it, by router."""
     registered_at: float = 0.0
@@ -177,7 +180,7 @@ class Record:
         self.epoch, self.ready_epoch, self.plan = message.epoch, message.ready_epoch, message.plan
         self.numerics = message.numerics or self.numerics
         self.role, self.is_role_set, self.orders = message.role, message.is_role_set, message.orders
-        self.weights = message.weights
+        self.weights, self.adapters = message.weights, message.adapters
         return (self.state, self.phase, self.address, self.numerics, self.role, self.orders) != before
 
     def member(self) -> Member:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from coordinator.membership.adapter_orders import AdapterOrders
 from coordinator.membership.admission import OneModel
 from coordinator.membership.groups import Groups
 from coordinator.membership.heartbeats import Heartbeats
@@ -31,6 +32,7 @@ from coordinator.messages import (
     Exited,
     Heartbeat,
     Leave,
+    LoadAdapter,
     Lost,
     OperatorAnswer,
     Reached,
@@ -42,6 +44,7 @@ from coordinator.messages import (
     SetSleep,
     State,
     ToCoordinator,
+    UnloadAdapter,
     UpdateWeights,
     View,
     WakeUp,
@@ -64,6 +67,7 @@ class Registry:
         self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
         self._weights = WeightUpdates(self._orders, self._records)
         self._sleep = SleepOrders(self._orders)
+        self._adapters = AdapterOrders(self._orders, self._records, lambda: self._roster.settings)
         self._sent_orders = self._orders.current
         model = OneModel()
         self._registration = Registration(self._roster, self._groups, model, self._orders, self._log)
@@ -89,8 +93,9 @@ class Registry:
             case Heartbeat():
                 before = self._state_of(message)
                 instructions = list(self._heartbeats.heartbeat(peer, message, now))
-                changes = self._orders.current.update is not None or self._sleep.changes
-                quiet = not changes and not self._groups.suspicions
+                orders = self._orders.current
+                prepares = orders.update is not None or orders.adapter_load is not None
+                quiet = not (prepares or self._sleep.changes or self._groups.suspicions)
                 if self._state_of(message) == before and quiet:
                     return instructions  # nothing new: most heartbeats
             case Lost():
@@ -118,6 +123,10 @@ class Registry:
             case UpdateWeights():
                 answer = self._weights.begin(message, spreads=self._roster.spreads)
                 return [Send(peer, answer), *self._follow_orders(now)]
+            case LoadAdapter():
+                return [Send(peer, self._adapters.load(message)), *self._follow_orders(now)]
+            case UnloadAdapter():
+                return [Send(peer, self._adapters.unload(message)), *self._follow_orders(now)]
             case Rebalance():
                 return [Send(peer, self._groups.rebalance(message)), *self._groups.go_on(now)]
             case Scale():
@@ -169,6 +178,7 @@ class Registry:
             record = self._records.named(instance)
             if record is not None and record.hear_odd(message.watcher, count):
                 self._log.touch(instance)
+        self._adapters.heard(message.adapters, now)
         yield from self._watchers.watch(peer, message, now)
 
     def _drain(self, peer: Peer, message: Drain) -> Iterator[Instruction]:
@@ -181,8 +191,9 @@ class Registry:
             self._log.touch(record.instance)
 
     def _follow_orders(self, now: float) -> Iterator[Instruction]:
-        """Decide what follows for weights and sleep; send orders that have changed."""
+        """Decide what follows for weights, adapters and sleep; send orders that have changed."""
         yield from self._weights.go_on(now)
+        yield from self._adapters.go_on(now)
         self._sleep.go_on()
         yield from self._send_orders()
 

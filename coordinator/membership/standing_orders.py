@@ -49,19 +49,22 @@ class Orders:
     def learn(self, theirs: StandingOrders | None) -> None:
         """Take over an instance's orders from an earlier coordinator, if they are the newest.
 
-        After a command to this coordinator its own count. A weight version never goes back: the highest that
-        any instance may use is the mesh's.
+        After a command to this coordinator its own count. Weight version and list of adapters never go back:
+        the highest that any instance may use is the mesh's.
         """
         if theirs is None or theirs.token in ("", self._token):
             return
         ours = self.current
         weights = max(ours.weights, theirs.weights, key=lambda each: each.number)
+        adapters = max(ours.adapters, theirs.adapters, key=lambda each: each.number)
         if theirs.revision > self._learned:
             if not self._is_asked:
                 ours = theirs
             self._learned = theirs.revision
         revision = max(self.current.revision, (self._learned // GENERATION + 1) * GENERATION)
-        ours = msgspec.structs.replace(ours, weights=weights, revision=revision, token=self._token)
+        ours = msgspec.structs.replace(
+            ours, weights=weights, adapters=adapters, revision=revision, token=self._token
+        )
         if ours == self.current:
             return
         self._change(ours)
@@ -128,6 +131,11 @@ class Orders:
         return self.current.weights.number > 0
 
     @property
+    def change_adapters(self) -> bool:
+        """Whether the mesh may serve other adapters than it was started with."""
+        return self.current.adapters.number > 0
+
+    @property
     def knows_all(self) -> bool:
         """Whether all live instances have been heard of."""
         return self._knows_all()
@@ -148,4 +156,8 @@ def in_words(orders: StandingOrders) -> str:
         parts.append(f"weights {weights.number} ({weights.label})")
     if update is not None:
         parts.append(f"weights {update.version.number} to be prepared from {update.version.source}")
+    if orders.adapters.number:
+        parts.append(f"{len(orders.adapters.adapters)} adapters, {len(orders.adapters.retired)} retired")
+    if orders.adapter_load is not None:
+        parts.append(f"adapter {orders.adapter_load.source.name} to be read")
     return ", ".join(parts)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Protocol version; rises with every message change that older peers would misread."""
 
 In = TypeVar("In")
