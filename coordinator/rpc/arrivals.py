@@ -67,7 +67,7 @@ class Arrivals:
         self._look_again()
 
     def check(self) -> None:
-        """Check for arrivals; must be called after each send and connect.
+        """Check for arrivals; must be called after each send, connect and :meth:`are_there`.
 
         ZeroMQ's descriptor tells of a change once, to who uses the socket next: a send may be what takes the
         news of an arrival in.
@@ -86,7 +86,7 @@ class Arrivals:
                 return
 
     def are_there(self) -> bool:
-        """Whether there is something to receive."""
+        """Whether there is something to receive; takes the news of it in, as :meth:`check` says."""
         return is_readable(self._socket)
 
     def close(self) -> None:

@@ -376,7 +376,9 @@ class AsyncListener(_Bound[In], Generic[In, Out]):
         try:
             while not ended.done():
                 await asyncio.wait([ended], timeout=INTERVAL)
-                if not self._arrivals.are_there():
+                if self._arrivals.are_there():
+                    self._arrivals.check()  # that look has taken the news in
+                else:
                     self._cut_floods()
             ended.result()
         finally:

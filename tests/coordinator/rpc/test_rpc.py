@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -18,7 +19,9 @@ from coordinator.rpc import rpc
 from coordinator.rpc.arrivals import MOST_AT_ONCE
 from coordinator.rpc.codec import PROTOCOL, OtherProtocol, encode
 from coordinator.rpc.rpc import AsyncConnection, AsyncListener, Listener, PortInUse
+from coordinator.rpc.unfinished import INTERVAL
 from engine.messages import Attach, ToInstance
+from tests.waiting import until_async
 
 
 def test_a_listener_outlives_garbage_oversized_frames_and_strangers() -> None:
@@ -284,6 +287,38 @@ def test_messages_are_taken_as_they_come() -> None:
         context.term()
 
     asyncio.run(talk())
+
+
+def test_a_message_that_comes_while_the_loop_is_busy_is_received() -> None:
+    """The listener looks whether peers flood it before the loop hears of the message."""
+
+    async def talk() -> None:
+        context = zmq.asyncio.Context()
+        listener: AsyncListener[Any, Any] = AsyncListener(
+            context, "tcp://127.0.0.1:0", ToCoordinator, name="test"
+        )
+        sender: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.DEALER)
+        sender.connect(listener.endpoint)
+        taken: list[Any] = []
+        receives = asyncio.create_task(listener.receive_all(lambda _, message: taken.append(message)))
+
+        def arrives(number: int) -> None:
+            sender.send(encode(Watch(str(number))))
+            time.sleep(0.05)  # it is there before the loop looks at sockets again
+
+        for number in range(3):
+            asyncio.get_running_loop().call_later(0.001, arrives, number)
+            time.sleep(1.5 * INTERVAL)  # noqa: ASYNC251 (a look at floods is to be due at the same time)
+            await until_async(lambda: bool(taken), 5.0)
+            taken.clear()
+        receives.cancel()
+        await asyncio.gather(receives, return_exceptions=True)
+        sender.close(linger=0)
+        listener.close()
+        context.term()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(talk())
 
 
 def test_another_thread_ends_a_wait() -> None:
