@@ -112,6 +112,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             help="Key of the admin API; with one, the API is also at /admin of the endpoint.",
         ),
     ] = ()
+    weight_transfer_dir: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="Directory of weight versions that a trainer hands over in parts, the same on every host; "
+            "unset: a temporary one, for a mesh on one host.",
+        ),
+    ] = None
     capsule_key: Annotated[
         str | None,
         flag(

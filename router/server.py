@@ -293,7 +293,15 @@ def _app(
         return await ask(config.mesh.coordinator_endpoint, wish, COMMAND_TIMEOUT, keys)
 
     prefix = prefix_of(config.http.root_path)
-    admin = make_admin_app(mesh, metrics.faults_of_all, command, config.front_end, prefix)
+    room = config.http.weight_transfer_dir
+    admin = make_admin_app(
+        mesh,
+        metrics.faults_of_all,
+        command,
+        config.front_end,
+        prefix,
+        None if room is None else Path(room).absolute(),
+    )
     gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
     return RootPath(gate, prefix) if prefix else gate
 

@@ -29,7 +29,7 @@ def check_weights(directory: Path) -> None:
         CheckpointError: one is missing, or is broken.
     """
     for path in weight_files(directory):
-        _check_complete(path)
+        check_complete(path)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -55,6 +55,13 @@ def weight_files(directory: Path) -> list[Path]:
             "save_pretrained(), which writes safetensors"
         )
     return _numbered_files(files) or files
+
+
+def files_of_tensors(directory: Path) -> dict[str, str]:
+    """Names of the files of tensors, by an index; empty without one."""
+    index = None if (directory / WHOLE_FILE).is_file() else _index(directory)
+    found = {} if index is None else read_json(index).get("weight_map", {})
+    return found if isinstance(found, dict) else {}
 
 
 def _what_else(directory: Path) -> str:
@@ -126,7 +133,7 @@ def _numbered_files(files: list[Path]) -> list[Path]:
     return [parts[number] for number in sorted(parts)]
 
 
-def _check_complete(path: Path) -> None:
+def check_complete(path: Path) -> None:
     """Check that a file of weights has as many bytes as its header promises.
 
     A copy may have been cut short.

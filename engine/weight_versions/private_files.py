@@ -25,6 +25,7 @@ from engine.model.weight_digest import (
     stored_tensors,
     tensor_digest,
 )
+from engine.model.weight_set import files_of_tensors
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -47,7 +48,13 @@ class PrivateFiles:
         self._should_stop = should_stop
         self._files = list(files)
         self._states = states_of(files)
-        self.homes = {tensor.name: (path, tensor) for path in files for tensor in stored_tensors(path)}
+        chosen = files_of_tensors(self._files[0].parent)  # a file may have others, of an earlier version
+        self.homes = {
+            tensor.name: (path, tensor)
+            for path in files
+            for tensor in stored_tensors(path)
+            if chosen.get(tensor.name, path.name) == path.name
+        }
         """File of each tensor, and its place there."""
         self._rows: dict[str, TensorRow] = {}
 

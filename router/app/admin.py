@@ -8,8 +8,11 @@ drain``, ``scale`` and ``role``.
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Protocol
 
 import msgspec
@@ -40,6 +43,7 @@ from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
 from router.app.rollouts import PATHS, RolloutEndpoints
+from router.app.weight_transfers import TRANSFER_PATHS, TransferEndpoints, TransferMesh
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -66,11 +70,13 @@ MAX_REQUESTS = 1000
 """Most requests that ``/admin/requests`` lists."""
 
 
-class AdminMesh(Protocol):
+ADMIN_PATHS = frozenset({"/admin", ELASTIC, REBALANCE, RESET}) | PATHS | TRANSFER_PATHS
+"""Paths of the admin API beside those that begin with ``/admin/``."""
+
+
+class AdminMesh(TransferMesh, Protocol):
     """Interface of the mesh that the admin API uses."""
 
-    @property
-    def view(self) -> View | None: ...
     @property
     def coordinator_silent_for(self) -> float | None:
         """Seconds since the coordinator was heard; None if it never was."""
@@ -181,6 +187,12 @@ class CommandAnswer(msgspec.Struct, frozen=True):
     text: str
 
 
+class ForgottenPrefixes(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/reset_prefix_cache``."""
+
+    success: bool = True
+
+
 class FaultsAnswer(msgspec.Struct, frozen=True):
     """Counts by kind over all routers and the launcher, and the latest events, oldest first."""
 
@@ -271,7 +283,7 @@ class AdminEndpoints:
         missing = await self._mesh.reset_caches(RESET_TIMEOUT)
         if missing:
             raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
-        return Response()
+        return _json(ForgottenPrefixes())
 
     async def _carry_out(self, wish: OperatorCommand) -> Response:
         return _json(CommandAnswer(True, await self._obtain(wish)), ACCEPTED)
@@ -298,9 +310,18 @@ class AdminEndpoints:
 
 
 def make_admin_app(
-    mesh: AdminMesh, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
+    mesh: AdminMesh,
+    faults: Callable[[], Faults],
+    command: Command,
+    front_end: int = 0,
+    prefix: str = "",
+    weights_room: Path | None = None,
 ) -> Starlette:
-    """The ASGI application of ``/admin``, behind :class:`AdminGate`."""
+    """The ASGI application of ``/admin``, behind :class:`AdminGate`.
+
+    ``weights_room``: directory of weight versions that are put together; None: a temporary one.
+    """
+    room = weights_room or Path(tempfile.gettempdir()) / f"lockstep-weights-{os.getuid()}"
     admin = AdminEndpoints(mesh, faults, command, front_end)
     app = Starlette(
         routes=[
@@ -314,6 +335,7 @@ def make_admin_app(
             Route(REBALANCE, admin.rebalance, methods=["POST"]),
             Route(RESET, admin.reset_prefix_cache, methods=["POST"]),
             *RolloutEndpoints(mesh, command).routes(),
+            *TransferEndpoints(mesh, command, room).routes(),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
@@ -345,7 +367,7 @@ class AdminGate:
         if scope["type"] != "http":
             return self._endpoint
         path: str = scope["path"]
-        is_admin = path in ("/admin", ELASTIC, REBALANCE, RESET, *PATHS) or path.startswith("/admin/")
+        is_admin = path in ADMIN_PATHS or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
             if on_admin_port and path not in OPEN_PATHS:

@@ -6,7 +6,6 @@ Part of the admin API, with its port and keys. A pause is an order to all instan
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Literal, Protocol
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE, FAILED
+from coordinator.membership.operations import CONFLICT, FAILED
 from coordinator.messages import (
     InFlight,
     OperatorAnswer,
@@ -27,18 +26,12 @@ from coordinator.messages import (
     UpdateWeights,
     View,
 )
-from router.config import HttpConfig
+from router.app.ordered import BODY_LIMITS, OrderedCommands, json_answer, switch, unavailable
 from router.errors import ApiError
 from router.http.body import decoder, read_body
 
-BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
-"""Limits of a command's body: bytes and seconds."""
 PAUSE_TIMEOUT = 600.0
 """Seconds for a pause, or its end, to be in effect on all instances."""
-ASK_INTERVAL = 0.02
-"""Seconds between two questions whether it is."""
-VIEW_LOOKS = 50
-"""Times that a router looks whether its view has an order, at that interval."""
 ABORT_TIMEOUT = 5.0
 """Seconds for all instances to end requests."""
 FLUSH_TIMEOUT = 30.0
@@ -153,7 +146,7 @@ class RolloutEndpoints:
         self, mesh: OrderedMesh, command: Callable[[OperatorCommand], Awaitable[OperatorAnswer]]
     ) -> None:
         self._mesh = mesh
-        self._command = command
+        self._commands = OrderedCommands(mesh, command)
 
     def routes(self) -> list[Route]:
         return [
@@ -171,33 +164,30 @@ class RolloutEndpoints:
     async def pause(self, request: Request) -> Response:
         """vLLM's ``POST /pause?mode=abort|wait|keep&clear_cache=true``."""
         query = request.query_params
-        waits = _flag(query.get("wait_for_inflight_requests", "false"), "wait_for_inflight_requests")
+        waits = switch(query.get("wait_for_inflight_requests", "false"), "wait_for_inflight_requests")
         mode = _mode(query.get("mode", "wait" if waits else "abort"))
-        clears = _flag(query.get("clear_cache", "true"), "clear_cache") and mode is not PauseMode.KEEP
+        clears = switch(query.get("clear_cache", "true"), "clear_cache") and mode is not PauseMode.KEEP
         await self._set(request, mode)
         if clears:
             await self._flush()
-        return _json(PauseStatus("paused"))
+        return json_answer(PauseStatus("paused"))
 
     async def resume(self, request: Request) -> Response:
         await self._set(request, None)
-        return _json(PauseStatus("resumed"))
+        return json_answer(PauseStatus("resumed"))
 
     async def is_paused(self, _request: Request) -> Response:
-        view = self._mesh.view
-        if view is None:
-            raise _unavailable("the coordinator has not answered yet: is it running? see -dpa and -dpp")
-        return _json(IsPaused(view.orders.pause is not None))
+        return json_answer(IsPaused(self._commands.orders.pause is not None))
 
     async def pause_generation(self, request: Request) -> Response:
         wanted = _read_pause(await read_body(request, BODY_LIMITS) or b"{}")
         await self._set(request, PauseMode.ABORT if wanted.mode == "abort" else PauseMode.KEEP)
-        return _json(GenerationStatus("Generation paused successfully."))
+        return json_answer(GenerationStatus("Generation paused successfully."))
 
     async def continue_generation(self, request: Request) -> Response:
         _read_continue(await read_body(request, BODY_LIMITS) or b"{}")
         await self._set(request, None)
-        return _json(GenerationStatus("Generation continued successfully."))
+        return json_answer(GenerationStatus("Generation continued successfully."))
 
     async def flush_cache(self, _request: Request) -> Response:
         """SGLang's path; requests go on with the blocks that they have."""
@@ -212,18 +202,18 @@ class RolloutEndpoints:
         names = [prefix + wanted.rid for prefix in ANSWER_PREFIXES if wanted.rid]
         missing = await self._mesh.end_requests(names, ABORT_TIMEOUT, everything=wanted.abort_all)
         if missing:
-            raise _unavailable(f"these instances have not answered: {', '.join(sorted(missing))}")
+            raise unavailable(f"these instances have not answered: {', '.join(sorted(missing))}")
         return Response()
 
     async def world_size(self, request: Request) -> Response:
         """Workers of all instances that serve; of one with ``include_dp=false``."""
         view = self._mesh.view
         if view is None or view.settings is None:
-            raise _unavailable("the mesh has not begun")
-        all_instances = _flag(request.query_params.get("include_dp", "true"), "include_dp")
+            raise unavailable("the mesh has not begun")
+        all_instances = switch(request.query_params.get("include_dp", "true"), "include_dp")
         each = view.settings.tensor_parallel_size * view.settings.pipeline_parallel_size
         num_ready = sum(member.state is State.READY for member in view.members)
-        return _json(WorldSize(each * (num_ready if all_instances else 1)))
+        return json_answer(WorldSize(each * (num_ready if all_instances else 1)))
 
     async def update_from_disk(self, request: Request) -> Response:
         """Have all instances go over to other weights; 400 where that is abandoned."""
@@ -238,54 +228,24 @@ class RolloutEndpoints:
             in_flight=default if wanted.in_flight is None else InFlight(wanted.in_flight),
         )
         try:
-            text = await self._carry_out(request, wish, UPDATE_TIMEOUT)
+            text = await self._commands.carry_out(request, wish, UPDATE_TIMEOUT)
         except ApiError as error:
             if error.status not in (CONFLICT, FAILED):
                 raise
             refused = UpdateAnswer(success=False, message=str(error))
-            return _json(refused, status=409 if error.status == CONFLICT else 400)
-        return _json(UpdateAnswer(success=True, message=text))
+            return json_answer(refused, status=409 if error.status == CONFLICT else 400)
+        return json_answer(UpdateAnswer(success=True, message=text))
 
     async def _flush(self) -> None:
         missing = await self._mesh.reset_caches(FLUSH_TIMEOUT)
         if missing:
-            raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
+            raise unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
 
     async def _set(self, request: Request, mode: PauseMode | None) -> None:
         """Order a pause or its end, and wait until all instances follow."""
         wish = SetPause(command=uuid.uuid4().hex, mode=mode)
-        await self._carry_out(request, wish, PAUSE_TIMEOUT)
-        await self._see(wish)
-
-    async def _carry_out(self, request: Request, wish: SetPause | UpdateWeights, timeout: float) -> str:
-        """Send a command until all instances follow; returns the last answer's text.
-
-        It stays ordered if the client goes away.
-        """
-        text = "the coordinator has not answered"
-        try:
-            async with asyncio.timeout(timeout):
-                while not await request.is_disconnected():
-                    try:
-                        answer = await self._command(wish)
-                    except TimeoutError:
-                        continue  # the coordinator may be away for a moment
-                    if answer.status == DONE:
-                        return answer.text
-                    if answer.status != ACCEPTED:
-                        raise ApiError(answer.status, answer.text)
-                    text = answer.text
-                    await asyncio.sleep(ASK_INTERVAL)
-        except TimeoutError as error:
-            raise ApiError(408, f"not done after {timeout:g} s, though it goes on: {text}") from error
-        return text
-
-    async def _see(self, wish: SetPause) -> None:
-        """Wait a moment until this router's view shows it, too: ``/is_paused`` may be next."""
-        for _ in range(VIEW_LOOKS):
-            if self._mesh.view is not None and self._mesh.view.orders.command == wish.command:
-                return
-            await asyncio.sleep(ASK_INTERVAL)
+        await self._commands.carry_out(request, wish, PAUSE_TIMEOUT)
+        await self._commands.see(lambda orders: orders.command == wish.command)
 
 
 def _mode(text: str) -> PauseMode:
@@ -296,18 +256,3 @@ def _mode(text: str) -> PauseMode:
         raise ApiError(
             400, f"there is no mode {text!r} of a pause: choose one of {modes}", param="mode"
         ) from error
-
-
-def _flag(text: str, name: str) -> bool:
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in known:
-        raise ApiError(400, f"{name} is true or false, not {text!r}", param=name)
-    return known[text.lower()]
-
-
-def _json(answer: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(answer), status, media_type="application/json")
-
-
-def _unavailable(message: str) -> ApiError:
-    return ApiError(503, message, headers={"retry-after": "1"})

@@ -22,6 +22,7 @@ from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.model.weight_digest import whole_digest
 from engine.weight_versions import shard_weights
+from engine.weight_versions.assembled import assemble
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load, settings
 from tests.engine.invariance.mixed import requests
@@ -87,6 +88,19 @@ def test_answers_after_an_update_are_those_of_a_fresh_instance(family: str, tmp_
     directory = make(family, tmp_path / "old")
     device = {"batch_invariant": True} if family in HYBRIDS else {}
     check_update(directory, trained(directory, tmp_path / "new"), **device)
+
+
+def test_a_version_of_some_tensors_is_the_whole_one_to_the_bit(tmp_path: Path) -> None:
+    directory = make("llama", tmp_path / "old")
+    new = trained(directory, tmp_path / "new", change=lambda name, each: each * (2 if "mlp" in name else 1))
+    changed = {name: each for name, each in load_file(new / "model.safetensors").items() if "mlp" in name}
+    save_file(changed, tmp_path / "part.safetensors")
+    made = assemble(directory, [tmp_path / "part.safetensors"], tmp_path / "made")
+    wanted, instance = submits(directory), load(directory)
+    weights = instance.executor.new_weights
+    assert weights.prepare(str(made)) == whole_digest([new / "model.safetensors"])
+    weights.switch()
+    assert answers(instance, wanted) == answers(load(new), wanted)
 
 
 def test_torchs_operators_get_new_weights(tmp_path: Path) -> None:

@@ -26,15 +26,17 @@ from coordinator.messages import (
     UpdateWeights,
     View,
 )
+from coordinator.numerics import Numerics
 from coordinator.settings import flags
 from engine.messages import Counters, EndRequests, FileCounters, InstanceReport
-from router.app import admin, rollouts
+from router.app import admin, ordered
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
 from router.config import HttpConfig, ServeConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
 from router.faults import FaultEvent, Faults
+from router.mesh import ServedModel
 from tests.coordinator.membership.test_registry import SETTINGS
 from tests.router.dispatch.test_mesh_parts import member, view
 from tests.router.fake_mesh import FakeMesh, saying
@@ -57,6 +59,11 @@ class World:
     def reports(self) -> Mapping[int, InstanceReport]:
         report = InstanceReport(0, 0, 0, 0, 0, 10, Counters(), files=FileCounters(hung_seconds=4.5))
         return {0: report, 1: msgspec.structs.replace(report, files=None)}
+
+    model: ServedModel | None = None
+
+    def numerics(self) -> Mapping[Numerics, list[int]]:
+        return {Numerics("fp", "native", "bfloat16", True, "abc"): [0, 1]}
 
     num_in_flight = 1200
 
@@ -234,7 +241,7 @@ def test_a_wish_to_forget_prefixes_needs_what_the_admin_api_needs() -> None:
     world = World(None)
     url = ADMIN + "/reset_prefix_cache"
     done = ask(gate(world), "POST", url)
-    assert (done.status_code, done.content) == (200, b"")
+    assert (done.status_code, done.json()) == (200, {"success": True})
     world.missing = ["b", "a"]
     late = ask(gate(world), "POST", url)
     assert late.status_code == 503
@@ -356,7 +363,7 @@ def paused(world: World, mode: PauseMode | None) -> list[OperatorCommand]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "ASK_INTERVAL", 0.0)
+    monkeypatch.setattr(ordered, "ASK_INTERVAL", 0.0)
 
 
 @pytest.mark.usefixtures("quick")

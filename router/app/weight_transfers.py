@@ -1,0 +1,423 @@
+"""Endpoints by which a trainer hands over weights in parts, under vLLM's and SGLang's paths.
+
+Parts are files on the mesh's hosts: directories, safetensors files, segments of shared memory. When the
+trainer is done, they and the version in use make the next one (:mod:`engine.weight_versions.assembled`), and
+all instances go over to it. Part of the admin API, with its port and keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from coordinator.membership.operations import CONFLICT, FAILED
+from coordinator.messages import InFlight, OperatorAnswer, OperatorCommand, UpdateWeights, View
+from coordinator.numerics import Numerics
+from engine.weight_versions.assembled import assemble, first_numbers, homes_of, remove_unneeded
+from engine.weight_versions.contract import WeightsRefused
+from router.app.ordered import BODY_LIMITS, OrderedCommands, json_answer, unavailable
+from router.app.rollouts import UPDATE_TIMEOUT, UpdateAnswer
+from router.config import HttpConfig
+from router.errors import ApiError
+from router.http.body import decoder, read_body
+from router.mesh import ServedModel
+
+SESSION_TIMEOUT = 600.0
+"""Seconds without a call after which a transfer may be given up."""
+MOST_PARTS = 10_000
+"""Most parts of one transfer."""
+NAMES_LIMITS = HttpConfig(max_request_bytes=16_000_000, request_timeout=60.0)
+"""Limits of a body that lists tensors."""
+TENSORS_LIMITS = HttpConfig(max_request_bytes=1_000_000_000, request_timeout=600.0)
+"""Limits of a body that has tensors in it."""
+MOST_NUMBERS = 10_000
+"""Most numbers of a tensor that ``/get_weights_by_name`` returns."""
+SEGMENTS = Path("/dev/shm")
+"""Where Linux shows named segments of shared memory."""
+SEGMENT = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9._-]{0,200})")
+UNLABELLED = "default"
+"""Label of the weights that a mesh was started with."""
+TRANSFER_PATHS = frozenset(
+    {
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
+        "/weight_info",
+        "/weight_checker",
+        "/weights_checker",
+        "/get_weights_by_name",
+        "/update_weights_from_tensor",
+    }
+)
+"""Paths of these endpoints; under the admin API's access check."""
+
+
+class TransferMesh(Protocol):
+    """Interface of the mesh that these endpoints use."""
+
+    @property
+    def view(self) -> View | None: ...
+    @property
+    def model(self) -> ServedModel | None: ...
+    def numerics(self) -> Mapping[Numerics, list[int]]: ...
+
+
+class InitTransfer(msgspec.Struct):
+    """Body of vLLM's ``/init_weight_transfer_engine``."""
+
+    init_info: dict[str, Any]
+
+
+class StartUpdate(msgspec.Struct):
+    """Body of vLLM's ``/start_weight_update``; what it has is without effect."""
+
+
+class UpdateInfo(msgspec.Struct):
+    """Where a part of new weights is; one of these fields is set."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)] | None = None
+    """Directory or safetensors file, on every host of the mesh."""
+    shared_memory: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] | None = None
+    """Name of a segment that holds one safetensors file."""
+
+
+class UpdatePart(msgspec.Struct):
+    """Body of vLLM's ``/update_weights``."""
+
+    update_info: UpdateInfo
+
+
+class FinishUpdate(msgspec.Struct):
+    """Body of vLLM's ``/finish_weight_update``."""
+
+    weight_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    """Label of the version; None: its number."""
+    in_flight: Literal["keep", "recompute", "abort", "finish"] = "keep"
+    """What becomes of requests in flight; vLLM has no such field."""
+
+
+class TensorUpdate(msgspec.Struct):
+    """Body of SGLang's ``/update_weights_from_tensor``."""
+
+    serialized_named_tensors: list[str]
+    """Safetensors files in base64; the first has the tensors for all workers."""
+    load_format: str | None = None
+    """``safetensors``: pickled tensors are refused."""
+    flush_cache: bool = True
+    """Without effect: blocks of other weights have other names."""
+    abort_all_requests: bool = False
+    weight_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+
+class CheckWeights(msgspec.Struct):
+    """Body of vLLM's ``/weight_checker`` and SGLang's ``/weights_checker``."""
+
+    action: str = "checksum"
+    baseline: dict[str, str] | None = None
+
+
+class NamedWeights(msgspec.Struct):
+    """Body of SGLang's ``/get_weights_by_name``."""
+
+    name: str
+    truncate_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_NUMBERS)] = 100
+
+
+class TransferStatus(msgspec.Struct, frozen=True):
+    """Answer of vLLM's calls that hand over weights."""
+
+    message: str
+
+
+class WeightInfo(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/weight_info``, with the number and digest of the version."""
+
+    weight_version: str
+    number: int
+    digest: str
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """Answer to ``checksum``: one digest of all tensors."""
+
+    checksums: dict[str, str]
+    success: bool = True
+    message: str = "Success."
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Answer to ``compare``."""
+
+    match: bool
+    mismatches: list[str]
+
+
+_read_init = decoder(InitTransfer)
+_read_start = decoder(StartUpdate)
+_read_part = decoder(UpdatePart)
+_read_finish = decoder(FinishUpdate)
+_read_tensors = decoder(TensorUpdate)
+_read_check = decoder(CheckWeights)
+_read_name = decoder(NamedWeights)
+
+
+class WeightTransfer:
+    """The transfer that a trainer has begun, and its parts so far."""
+
+    def __init__(self) -> None:
+        self._parts: list[Path] | None = None
+        self._last_call = 0.0
+
+    def __repr__(self) -> str:
+        return f"<WeightTransfer {'none' if self._parts is None else f'{len(self._parts)} parts'}>"
+
+    def begin(self) -> None:
+        """Begin a transfer.
+
+        Raises:
+            ApiError: another one is under way (409).
+        """
+        silent = time.monotonic() - self._last_call
+        if self._parts is not None and silent < SESSION_TIMEOUT:
+            raise ApiError(
+                409,
+                f"another transfer is under way, last called {silent:.0f} s ago: finish it, or give it up "
+                "with /init_weight_transfer_engine",
+            )
+        self._parts, self._last_call = [], time.monotonic()
+
+    def add(self, part: Path) -> None:
+        """Add a part.
+
+        Raises:
+            ApiError: no transfer was begun here (409), or it has too many parts (400).
+        """
+        parts = self._begun()
+        if len(parts) == MOST_PARTS:
+            raise ApiError(400, f"a transfer has at most {MOST_PARTS} parts")
+        parts.append(part)
+        self._last_call = time.monotonic()
+
+    def end(self) -> list[Path]:
+        """End the transfer; returns its parts.
+
+        Raises:
+            ApiError: none was begun here (409), or it has no parts (400).
+        """
+        parts, self._parts = self._begun(), None
+        if not parts:
+            raise ApiError(400, "no weights came between /start_weight_update and /finish_weight_update")
+        return parts
+
+    def give_up(self) -> None:
+        """Forget the transfer, if there is one."""
+        self._parts = None
+
+    def _begun(self) -> list[Path]:
+        if self._parts is None:
+            raise ApiError(409, "no transfer is under way at this router: POST /start_weight_update first")
+        return self._parts
+
+
+class TransferEndpoints:
+    """Handlers of the endpoints that take weights in parts, and tell of those in use."""
+
+    def __init__(
+        self,
+        mesh: TransferMesh,
+        command: Callable[[OperatorCommand], Awaitable[OperatorAnswer]],
+        room: Path,
+    ) -> None:
+        """``room``: directory of versions that are put together, the same on every host."""
+        self._mesh = mesh
+        self._commands = OrderedCommands(mesh, command)
+        self._room = room
+        self._transfer = WeightTransfer()
+
+    def routes(self) -> list[Route]:
+        post, both = ["POST"], ["GET", "POST"]
+        return [
+            Route("/init_weight_transfer_engine", self.init, methods=post),
+            Route("/start_weight_update", self.start, methods=post),
+            Route("/update_weights", self.update, methods=post),
+            Route("/finish_weight_update", self.finish, methods=post),
+            Route("/shutdown_weight_transfer_engine", self.shut_down, methods=post),
+            Route("/weight_info", self.weight_info, methods=["GET"]),
+            Route("/weight_checker", self.check, methods=both),
+            Route("/weights_checker", self.check, methods=both),
+            Route("/get_weights_by_name", self.weights_by_name, methods=both),
+            Route("/update_weights_from_tensor", self.update_from_tensor, methods=post),
+        ]
+
+    # ---- a transfer
+
+    async def init(self, request: Request) -> Response:
+        """A trainer introduces itself; a transfer that an earlier one left is given up."""
+        _read_init(await read_body(request, BODY_LIMITS))
+        self._transfer.give_up()
+        return json_answer(TransferStatus("Weight transfer initialized"))
+
+    async def shut_down(self, _request: Request) -> Response:
+        self._transfer.give_up()
+        return json_answer(TransferStatus("Weight transfer shut down"))
+
+    async def start(self, request: Request) -> Response:
+        _read_start(await read_body(request, BODY_LIMITS) or b"{}")
+        self._transfer.begin()
+        return json_answer(TransferStatus("Weight update started"))
+
+    async def update(self, request: Request) -> Response:
+        wanted = _read_part(await read_body(request, NAMES_LIMITS)).update_info
+        self._transfer.add(_part(wanted))
+        return json_answer(TransferStatus("Weights updated"))
+
+    async def finish(self, request: Request) -> Response:
+        """All instances go over to the version with these parts; 400 where that is abandoned."""
+        wanted = _read_finish(await read_body(request, BODY_LIMITS) or b"{}")
+        name = uuid.uuid4().hex
+        parts = self._transfer.end()
+        try:
+            await self._go_over(request, name, parts, wanted.weight_version or "", InFlight(wanted.in_flight))
+        except ApiError as error:
+            if error.status != FAILED:
+                raise
+            raise ApiError(400, str(error)) from error
+        return json_answer(TransferStatus("Weight update finished"))
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        """SGLang's call with tensors in the body; pickled ones are refused."""
+        wanted = _read_tensors(await read_body(request, TENSORS_LIMITS))
+        if wanted.load_format != "safetensors":
+            raise ApiError(
+                400,
+                "pickled tensors are not read: send safetensors files in base64 with load_format "
+                '"safetensors", or use /update_weights_from_disk',
+                param="load_format",
+            )
+        if not wanted.serialized_named_tensors:
+            raise ApiError(400, "there are no tensors", param="serialized_named_tensors")
+        name = uuid.uuid4().hex
+        part = self._room / name / "received.safetensors"
+        await asyncio.to_thread(_write, part, wanted.serialized_named_tensors[0])
+        in_flight = InFlight.ABORT if wanted.abort_all_requests else InFlight.KEEP
+        try:
+            text = await self._go_over(request, name, [part], wanted.weight_version or "", in_flight)
+        except ApiError as error:
+            if error.status not in (400, CONFLICT, FAILED):
+                raise
+            refused = UpdateAnswer(success=False, message=str(error))
+            return json_answer(refused, status=409 if error.status == CONFLICT else 400)
+        return json_answer(UpdateAnswer(success=True, message=text))
+
+    # ---- the version in use
+
+    async def weight_info(self, _request: Request) -> Response:
+        weights = self._commands.orders.weights
+        return json_answer(
+            WeightInfo(weights.label or UNLABELLED, weights.number, weights.digest or self._loaded_digest())
+        )
+
+    async def check(self, request: Request) -> Response:
+        """Digest of the weights that all instances have read, or a comparison with one."""
+        wanted = _read_check(await read_body(request, NAMES_LIMITS) or b"{}")
+        digest = self._commands.orders.weights.digest or self._loaded_digest()
+        if wanted.action == "checksum":
+            return json_answer(Checksums({"weights": digest}))
+        if wanted.action == "compare" and wanted.baseline is not None:
+            mismatches = sorted(name for name, each in wanted.baseline.items() if each != digest)
+            return json_answer(Comparison(match=not mismatches, mismatches=mismatches))
+        raise ApiError(
+            400,
+            "action is checksum, or compare with a baseline: weights in use are never overwritten",
+            param="action",
+        )
+
+    async def weights_by_name(self, request: Request) -> Response:
+        """The first numbers of a tensor, read where the version in use was read."""
+        wanted = _read_name(await read_body(request, BODY_LIMITS))
+        source = self._source()
+        try:
+            homes = await asyncio.to_thread(homes_of, source)
+            numbers = await asyncio.to_thread(first_numbers, homes, wanted.name, wanted.truncate_size)
+        except KeyError as error:
+            raise ApiError(400, f"{source} has no floats named {wanted.name!r}", param="name") from error
+        except (OSError, ValueError) as error:
+            raise ApiError(400, str(error)) from error
+        return Response(msgspec.json.encode(numbers), media_type="application/json")
+
+    # ----
+
+    async def _go_over(
+        self, request: Request, name: str, parts: list[Path], label: str, in_flight: InFlight
+    ) -> str:
+        """Put a version together, and wait until all instances use it."""
+        number, made = self._commands.orders.weights.number + 1, self._room / name
+        before = self._source()
+        try:
+            source = await asyncio.to_thread(assemble, before, parts, made)
+            wish = UpdateWeights(
+                command=name, source=str(source), label=label, number=number, in_flight=in_flight
+            )
+            text = await self._commands.carry_out(request, wish, UPDATE_TIMEOUT)
+        except WeightsRefused as error:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+            raise ApiError(400, str(error)) from error
+        except ApiError as error:
+            if error.status in (CONFLICT, FAILED):  # nobody will read it
+                await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+            raise
+        await self._commands.see(lambda orders: orders.weights.number >= number)
+        await asyncio.to_thread(remove_unneeded, self._room, before, source)
+        return text
+
+    def _source(self) -> Path:
+        """Directory of the version in use."""
+        weights, model = self._commands.orders.weights, self._mesh.model
+        if weights.number:
+            return Path(weights.source)
+        if model is None:
+            raise unavailable("the mesh has not begun")
+        return Path(model.directory)
+
+    def _loaded_digest(self) -> str:
+        """Digest of the weights that the mesh was started with; empty while unknown."""
+        return next((each.weights for each in self._mesh.numerics()), "")
+
+
+def _part(wanted: UpdateInfo) -> Path:
+    """The file or directory that an update names."""
+    if (wanted.path is None) == (wanted.shared_memory is None):
+        raise ApiError(400, "update_info has one of path and shared_memory.", param="update_info")
+    if wanted.path is not None:
+        if not wanted.path.startswith("/"):
+            raise ApiError(400, "path is an absolute path.", param="update_info")
+        return Path(wanted.path)
+    assert wanted.shared_memory is not None
+    found = SEGMENT.fullmatch(wanted.shared_memory)
+    if found is None:
+        raise ApiError(400, f"{wanted.shared_memory!r} is no name of a segment.", param="update_info")
+    return SEGMENTS / found[1]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ApiError(400, "a tensor file is not in base64", param="serialized_named_tensors") from error
+    path.parent.mkdir(mode=0o700, parents=True)
+    path.write_bytes(data)

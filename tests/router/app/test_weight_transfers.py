@@ -1,0 +1,216 @@
+"""Calls by which trainers hand over weights in parts, as vLLM and SGLang have them."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from coordinator.messages import InFlight, OperatorAnswer, OperatorCommand, StandingOrders, UpdateWeights
+from coordinator.messages import WeightVersion as Version
+from engine.weight_versions.assembled import homes_of
+from router.app import ordered
+from router.app.admin import AdminGate, make_admin_app
+from router.app.app import make_app
+from router.config import HttpConfig
+from router.faults import Faults
+from router.mesh import ServedModel
+from tests.router.app.test_admin import ADMIN, ENDPOINT, World, ask
+from tests.router.dispatch.test_mesh_parts import member, view
+from tests.router.fake_mesh import FakeMesh, saying
+
+SEGMENT = f"lockstep-test-{os.getpid()}"
+
+
+class UpdatedWorld(World):
+    """A mesh that goes over to each version that is ordered."""
+
+    answer: tuple[int, str] | None = None
+
+    async def command(self, wish: OperatorCommand) -> OperatorAnswer:
+        self.wishes.append(wish)
+        if self.answer is not None:
+            status, text = self.answer
+            return OperatorAnswer(command=wish.command, status=status, text=text)
+        assert isinstance(wish, UpdateWeights)
+        assert wish.number is not None
+        version = Version(wish.number, wish.label or str(wish.number), wish.source, "d1", wish.command)
+        assert self.view is not None
+        self.view = msgspec.structs.replace(self.view, orders=StandingOrders(weights=version))
+        return OperatorAnswer(command=wish.command, status=200, text="in use")
+
+
+class Trainer:
+    """A trainer beside a mesh whose model has the tensors a and b."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.room = directory, directory / "room"
+        (directory / "model").mkdir()
+        save_file(tensors(1, "a", "b"), directory / "model" / "model.safetensors")
+        self.world = UpdatedWorld(view(member("a", 0)))
+        self.world.answer = None
+        self.world.model = ServedModel(("m",), str(directory / "model"), 10, 10)
+        admin = make_admin_app(self.world, Faults, self.world.command, weights_room=self.room)
+        self.app = AdminGate(make_app(FakeMesh(None, saying([])), HttpConfig()), admin, port=9000, keys=())
+
+    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        answer = ask(self.app, "POST", f"{ADMIN}{path}", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def get(self, path: str) -> Any:
+        return ask(self.app, "GET", f"{ADMIN}{path}").json()
+
+    def part(self, name: str, scale: float, *names: str) -> str:
+        path = self.directory / name
+        save_file(tensors(scale, *names), path)
+        return str(path)
+
+    def transfer(self, *infos: dict[str, Any], status: int = 200, **finish: Any) -> Any:
+        self.post("/start_weight_update", {})
+        for info in infos:
+            self.post("/update_weights", {"update_info": info})
+        return self.post("/finish_weight_update", finish, status)
+
+    @property
+    def wish(self) -> UpdateWeights:
+        wish = self.world.wishes[-1]
+        assert isinstance(wish, UpdateWeights)
+        return wish
+
+    def first(self, name: str) -> float:
+        return float(self.post("/get_weights_by_name", {"name": name, "truncate_size": 1})[0])
+
+
+def tensors(scale: float, *names: str) -> dict[str, torch.Tensor]:
+    return {name: scale * torch.arange(1.0, 7.0).reshape(2, 3) for name in names}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordered, "ASK_INTERVAL", 0.0)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path)
+
+
+def test_parts_make_the_next_version(trainer: Trainer) -> None:
+    assert trainer.get("/weight_info") == {"weight_version": "default", "number": 0, "digest": "abc"}
+    assert trainer.first("a") == 1
+    trainer.post("/init_weight_transfer_engine", {"init_info": {}})
+    answer = trainer.transfer(
+        {"path": trainer.part("p.safetensors", 2, "a")},
+        {"path": trainer.part("q.safetensors", 3, "b")},
+        weight_version="step 1",
+    )
+    assert answer == {"message": "Weight update finished"}
+    assert (trainer.wish.label, trainer.wish.number, trainer.wish.in_flight) == ("step 1", 1, InFlight.KEEP)
+    assert trainer.get("/weight_info") == {"weight_version": "step 1", "number": 1, "digest": "d1"}
+    assert (trainer.first("a"), trainer.first("b")) == (2, 3)
+    trainer.transfer({"path": trainer.part("r.safetensors", 4, "b")}, in_flight="recompute")
+    assert (trainer.first("a"), trainer.first("b")) == (2, 4)
+    assert (trainer.wish.number, trainer.wish.in_flight) == (2, InFlight.RECOMPUTE)
+    assert [each.name for each in trainer.room.iterdir()] == [trainer.wish.command]
+
+
+def test_a_whole_directory_and_a_segment(trainer: Trainer, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    new.mkdir()
+    save_file(tensors(5, "a", "b"), new / "model.safetensors")
+    trainer.transfer({"path": str(new)})
+    assert trainer.wish.source == str(new)
+    segment = Path("/dev/shm") / SEGMENT
+    try:
+        save_file(tensors(6, "a"), segment)
+        trainer.transfer({"shared_memory": SEGMENT})
+        assert (trainer.first("a"), trainer.first("b")) == (6, 5)
+        homes = homes_of(Path(trainer.wish.source))
+        assert homes["a"][0].resolve() == segment
+    finally:
+        segment.unlink(missing_ok=True)
+
+
+def test_transfers_that_are_refused(trainer: Trainer) -> None:
+    path = {"path": trainer.part("p.safetensors", 2, "a")}
+    trainer.post("/update_weights", {"update_info": path}, status=409)
+    trainer.post("/finish_weight_update", {}, status=409)
+    trainer.post("/start_weight_update", {})
+    assert "under way" in trainer.post("/start_weight_update", {}, status=409)["error"]["message"]
+    for bad in ({}, {"path": "relative"}, {"shared_memory": "../x"}, {"path": "/a", "shared_memory": "b"}):
+        trainer.post("/update_weights", {"update_info": bad}, status=400)
+    trainer.post("/finish_weight_update", {}, status=400)
+    trainer.post("/update_weights", {}, status=400)
+    assert not trainer.world.wishes
+
+    cut = Path(trainer.part("cut.safetensors", 3, "a"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    answer = trainer.transfer({"path": str(cut)}, status=400)
+    assert "promises" in answer["error"]["message"]
+    assert not trainer.world.wishes
+    assert trainer.first("a") == 1
+
+
+def test_a_trainer_that_died_leaves_nothing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = {"path": trainer.part("p.safetensors", 2, "a")}
+    trainer.post("/start_weight_update", {})
+    trainer.post("/update_weights", {"update_info": path})
+    trainer.post("/init_weight_transfer_engine", {"init_info": {}})
+    trainer.transfer({"path": trainer.part("q.safetensors", 3, "b")})
+    assert (trainer.first("a"), trainer.first("b")) == (1, 3)
+    trainer.post("/start_weight_update", {})
+    monkeypatch.setattr("router.app.weight_transfers.SESSION_TIMEOUT", 0.0)
+    trainer.post("/start_weight_update", {})
+    trainer.post("/shutdown_weight_transfer_engine")
+    trainer.post("/finish_weight_update", {}, status=409)
+
+
+@pytest.mark.parametrize(("given", "status"), [(500, 400), (409, 409), (503, 503)])
+def test_what_the_mesh_refuses_leaves_no_files(trainer: Trainer, given: int, status: int) -> None:
+    trainer.world.answer = (given, "instance 1: another shape")
+    answer = trainer.transfer({"path": trainer.part("p.safetensors", 2, "a")}, status=status)
+    assert answer["error"]["message"] == "instance 1: another shape"
+    if given != 503:
+        assert not list(trainer.room.iterdir())
+    trainer.world.answer = None
+    trainer.transfer({"path": trainer.part("q.safetensors", 3, "b")})
+    assert (trainer.first("a"), trainer.first("b")) == (1, 3)
+
+
+def test_tensors_in_a_body(trainer: Trainer) -> None:
+    body = {
+        "serialized_named_tensors": [base64.b64encode(save(tensors(7, "b"))).decode()],
+        "load_format": "safetensors",
+        "weight_version": "seven",
+    }
+    answer = trainer.post("/update_weights_from_tensor", body)
+    assert (answer["success"], trainer.wish.label, trainer.first("b")) == (True, "seven", 7)
+    pickled = trainer.post("/update_weights_from_tensor", body | {"load_format": None}, status=400)
+    assert "pickled" in pickled["error"]["message"]
+    trainer.post("/update_weights_from_tensor", body | {"serialized_named_tensors": ["!"]}, status=400)
+    trainer.post("/update_weights_from_tensor", body | {"serialized_named_tensors": []}, status=400)
+    trainer.world.answer = (500, "no")
+    assert trainer.post("/update_weights_from_tensor", body, status=400)["success"] is False
+
+
+def test_checks_of_the_weights_in_use(trainer: Trainer) -> None:
+    checksums = trainer.post("/weight_checker", {"action": "checksum"})["checksums"]
+    assert checksums == {"weights": "abc"}
+    same = {"action": "compare", "baseline": checksums}
+    assert trainer.post("/weight_checker", same) == {"match": True, "mismatches": []}
+    trainer.transfer({"path": trainer.part("p.safetensors", 2, "a")})
+    assert trainer.post("/weights_checker", same) == {"match": False, "mismatches": ["weights"]}
+    trainer.post("/weight_checker", {"action": "reset"}, status=400)
+    trainer.post("/get_weights_by_name", {"name": "none"}, status=400)
+
+
+def test_they_are_for_trainers_alone(trainer: Trainer) -> None:
+    for path in ("/start_weight_update", "/weight_info", "/update_weights_from_tensor"):
+        assert ask(trainer.app, "POST", f"{ENDPOINT}{path}").status_code == 404
