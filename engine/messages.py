@@ -13,6 +13,7 @@ import enum
 
 import msgspec
 
+from coordinator.numerics import Numerics
 from engine.sampling import SamplingParams
 from parallel.links.counts import LinkCount
 from parallel.lockstep import Wake
@@ -422,6 +423,17 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
     requests: list[int]
 
 
+class WeightsInUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Weight version that an instance computes with."""
+
+    number: int = 0
+    """Number of the version; 0 for the weights that the mesh was started with."""
+    label: str = ""
+    """Name that the trainer gave it."""
+    numerics: Numerics | None = None
+    """Numerics class of the instance by itself; None if it names none."""
+
+
 class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Size and limits of an instance, which do not change while its weights stay."""
 
@@ -453,6 +465,8 @@ class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Empty: those that were loaded.
     """
+    in_use: WeightsInUse = WeightsInUse()
+    """Weights of all tokens that it sends from now on."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

@@ -18,13 +18,15 @@ from msgspec import Meta
 
 from coordinator.numerics import Numerics
 from engine.sampling import SamplingParams
-from router.mesh import NumericsSwitch
+from router.mesh import NumericsSwitch, WeightSpan
 from router.recorded import RecordedSample
 from router.signing.canonical import canonical
 from router.signing.keys import CapsuleKey, CapsuleSignature
 
 FORMAT = 3
 """Version of the capsule's format: raised where an older reader would misread it."""
+FORMAT_WITH_WEIGHTS = 4
+"""Format of capsules that name weight versions, which older readers do not know."""
 FIELD = "lockstep_capsule"
 """Field of an answer that holds its capsule."""
 DIGEST_PREFIX = "sha256:"
@@ -76,6 +78,14 @@ class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Empty if all tokens were computed in one class."""
 
 
+class CapsuleWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weight versions that made the tokens of one choice."""
+
+    index: int
+    """Number of the choice."""
+    spans: tuple[WeightSpan, ...]
+
+
 class CapsulePrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt as instances got it, with all its samples."""
 
@@ -99,12 +109,20 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     numerics: tuple[Numerics, ...]
     """Classes of the samples, as far as they were known."""
     prompts: tuple[CapsulePrompt, ...]
+    weights: tuple[CapsuleWeights, ...] = ()
+    """Weight versions by choice; empty where all are those of the mesh's start."""
     request: str = ""
     """Digest of the request's body, as it came."""
     digest: str = ""
     """Digest of the other fields but the signature."""
     signature: CapsuleSignature | None = None
     """Signature of the other fields, where the mesh has a key."""
+
+
+def tokens_of_first_weights(capsule: Capsule, index: int) -> int | None:
+    """Tokens of a choice before its weights changed; None if they did not."""
+    spans = next((each.spans for each in capsule.weights if each.index == index), ())
+    return spans[1].first_token if len(spans) > 1 else None
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +146,7 @@ class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Instance that computed it."""
     result: RecordedSample
     numerics_changes: tuple[NumericsSwitch, ...] = ()
+    weight_spans: tuple[WeightSpan, ...] = ()
     remarks: tuple[str, ...] = ()
     """Differences from the first computation that do not affect the sample."""
 
@@ -167,10 +186,11 @@ def read(text: bytes) -> Capsule:
     """
     try:
         version = msgspec.json.decode(text, type=_Head).format
-        if version != FORMAT:
+        if version not in (FORMAT, FORMAT_WITH_WEIGHTS):
             named = "has no version" if version is None else f"has format {version}"
             raise CapsuleError(
-                f"the capsule {named}, and this version of Lockstep reads format {FORMAT}: "
+                f"the capsule {named}, and this version of Lockstep "
+                f"reads formats {FORMAT} and {FORMAT_WITH_WEIGHTS}: "
                 "use the version of Lockstep that made it",
                 CapsuleProblem.VERSION,
             )

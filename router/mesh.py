@@ -114,6 +114,22 @@ class NumericsSwitch(msgspec.Struct, frozen=True):
         return f"{self.before or UNKNOWN_CLASS} -> {self.after or UNKNOWN_CLASS}"
 
 
+class WeightSpan(msgspec.Struct, frozen=True):
+    """Tokens of a sample that one weight version made, up to the next span."""
+
+    first_token: int
+    """Tokens of the sample before it."""
+    number: int
+    """Number of the weight version; 0 for the weights that the mesh was started with."""
+    label: str = ""
+    """Name that the trainer gave the version."""
+
+    @property
+    def name(self) -> str:
+        """``weight_version`` in answers: the label, or the number where there is none."""
+        return self.label or str(self.number)
+
+
 class ShadowResult(enum.StrEnum):
     """How a shadow check ended: the label of the metric."""
 
@@ -168,6 +184,14 @@ class Generation(Protocol):
     @property
     def numerics_changes(self) -> Sequence[NumericsSwitch]:
         """Changes of its numerics class after the first token.
+
+        The same list grows with later ones.
+        """
+        ...
+
+    @property
+    def weight_spans(self) -> Sequence[WeightSpan]:
+        """Weight versions that made its tokens; empty before the first token.
 
         The same list grows with later ones.
         """

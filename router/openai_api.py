@@ -261,6 +261,16 @@ class NumericsChange(msgspec.Struct, rename={"before": "from", "after": "to"}):
     after: str | None
 
 
+class WeightRange(msgspec.Struct):
+    """Tokens of a choice that one weight version made, up to its next range."""
+
+    choice: int
+    """Its ``index``."""
+    first_token: int
+    weight_version: str
+    """Label of the version; its number where it has none."""
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
@@ -282,6 +292,8 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    weight_versions: list[WeightRange] | UnsetType = UNSET
+    """With ``token_ids``: the ranges that begin among them."""
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -299,6 +311,10 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     kv_transfer_params: UnsetType | None = UNSET
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
     """In the last chunk of a choice, as in its ``usage``."""
+    weight_version: str | UnsetType = UNSET
+    """Newest weight version of its tokens; in the last chunks of a stream."""
+    weight_versions: list[WeightRange] | UnsetType = UNSET
+    """Ranges of all choices, where several versions made them."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -334,6 +350,8 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    weight_versions: list[WeightRange] | UnsetType = UNSET
+    """With ``token_ids``: their ranges."""
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -347,6 +365,8 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[WeightRange] | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct):
@@ -376,6 +396,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: list[WeightRange] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -388,6 +409,9 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
     """In the last chunk of a choice, as in its ``usage``."""
+    weight_version: str | UnsetType = UNSET
+    """In the last chunk of a choice, and of the stream."""
+    weight_versions: list[WeightRange] | UnsetType = UNSET
 
 
 class TokenizeAnswer(msgspec.Struct):

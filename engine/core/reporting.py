@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.core.admission import Admission
 from engine.core.cache_sharing import CacheSharing
 from engine.core.step_pipeline import StepPipeline
-from engine.messages import AdapterUse, BlockEvents, Capacity, InstanceReport
+from engine.messages import AdapterUse, BlockEvents, Capacity, InstanceReport, WeightsInUse
 from engine.pieces.block_log import BlockLog
 from engine.pieces.pool import PiecePool
 from engine.scheduling.report_policy import LoadSnapshot
@@ -39,6 +39,8 @@ class Reporting:
         self._admission = admission
         self._sharing = sharing
         self._steps = steps
+        self.in_use = WeightsInUse()
+        """Weights of all further steps, as routers learn of them."""
 
     def __repr__(self) -> str:
         return f"<Reporting {self.snapshot}>"
@@ -127,6 +129,7 @@ class Reporting:
             cache_identity=self._sharing.cache_identity,
             inherited_at=self._sharing.inherited_at,
             weights=self._sharing.weights,
+            in_use=self.in_use,
         )
 
     @property

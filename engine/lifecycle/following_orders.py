@@ -43,9 +43,9 @@ class OrdersFollowing:
         server: Server,
         core: EngineCore,
         executor: Executor,
-        on_new_weights: Callable[[], None],
+        on_new_weights: Callable[[WeightVersion], None],
     ) -> None:
-        """``on_new_weights`` is called after each change of the weights."""
+        """``on_new_weights`` is called with each version that comes into use."""
         self._membership = membership
         self._server = server
         self._core = core
@@ -89,7 +89,7 @@ class OrdersFollowing:
             return FixedWeights()
         return InstanceWeights(workers, self._core, self._server.end_requests, self._changed)
 
-    def _changed(self, _version: WeightVersion) -> None:
+    def _changed(self, version: WeightVersion) -> None:
         """Tell the coordinator and routers that the weights are others now."""
-        self._on_new_weights()
+        self._on_new_weights(version)
         self._server.tell_capacity()

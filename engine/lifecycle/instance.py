@@ -16,7 +16,7 @@ import msgspec
 
 from coordinator.config import endpoint
 from coordinator.member_connection import MemberConnection, RegistrationRefused, StartupTimeout
-from coordinator.messages import Load, Register, Settings, State
+from coordinator.messages import Load, Register, Settings, State, WeightVersion
 from coordinator.numerics import TORCH, Numerics
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
@@ -40,6 +40,7 @@ from engine.lifecycle.scheduling_ahead import log_scheduling_ahead
 from engine.lifecycle.stats_line import StatsLine, drain_line
 from engine.lifecycle.step_watch import StepWatch, place_of
 from engine.lifecycle.stop_requests import StopRequests
+from engine.messages import WeightsInUse
 from engine.model.checkpoint import ModelInfo
 from engine.model.host_digest import host_digest
 from engine.numerics import kind_problem, numerics_of
@@ -279,9 +280,10 @@ class InstanceProcess:
             self._keys,
         )  # fmt: skip
         self._services.start(core, executor, self._server.wake)
+        core.reports.in_use = WeightsInUse(numerics=self._numerics)
         self._orders = OrdersFollowing(
             membership, self._server, core, executor,
-            lambda: self._tell_numerics(membership, info, executor),
+            lambda version: self._tell_weights(version, membership, info, core, executor),
         )  # fmt: skip
         self._catch_up()
         if self._place is None:
@@ -331,6 +333,17 @@ class InstanceProcess:
         logger.info("numerics class %s, %s", numerics, invariant)
         self._numerics = numerics
         membership.update(numerics=numerics)
+
+    def _tell_weights(
+        self,
+        version: WeightVersion,
+        membership: MemberConnection,
+        info: ModelInfo,
+        core: EngineCore,
+        executor: Executor,
+    ) -> None:
+        self._tell_numerics(membership, info, executor)
+        core.reports.in_use = WeightsInUse(version.number, version.label, self._numerics)
 
     def _tracing(self) -> Tracing | None:
         wanted = self._mesh.observability.otlp_traces_endpoint

@@ -105,7 +105,8 @@ class RouterConnections:
             self.listener.send(peer, self._attached(repeated=True))
 
     def tell_capacity(self) -> None:
-        """Send routers what has changed of this instance's capacity."""
+        """Send routers what has changed of this instance's capacity, behind the tokens made before."""
+        self.hand_out()
         self.tell_all(self._attached(repeated=True))
 
     def tell(self, peer: Peer, message: Reply) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from router.api.capsules import event_with_capsule, with_capsule
 from router.errors import ApiError, error_body
-from router.openai_api import NumericsChange, PromptTokensDetails, StreamOptions, Usage
+from router.openai_api import NumericsChange, PromptTokensDetails, StreamOptions, Usage, WeightRange
 from router.text.output_stream import OutputStream, TextPiece
 
 DONE = b"data: [DONE]\n\n"
@@ -102,13 +102,23 @@ class Answer(ABC):
     @property
     def fingerprint(self) -> str | None:
         """``system_fingerprint`` of all samples; None if they are of several numerics classes, or none."""
-        found = {sample.fingerprint for sample in self.samples}
+        found = {sample.system_fingerprint for sample in self.samples}
         return found.pop() if len(found) == 1 else None
 
     @property
     def numerics_changes(self) -> list[NumericsChange] | msgspec.UnsetType:
         """Changes of numerics class of all samples; unset if there are none."""
         return changes_of(self.samples)
+
+    @property
+    def weight_version(self) -> str | msgspec.UnsetType:
+        """Name of the newest weight version of its tokens; unset if none is known."""
+        return weight_version_of(self.samples)
+
+    @property
+    def weight_versions(self) -> list[WeightRange] | msgspec.UnsetType:
+        """Ranges of all samples; unset if one weight version made all."""
+        return weight_versions_of(self.samples)
 
     def whole_usage(self) -> Usage:
         """:meth:`usage` in a whole answer, with null for details that are not known."""
@@ -186,6 +196,31 @@ def changes_of(samples: Sequence[OutputStream]) -> list[NumericsChange] | msgspe
         for sample in samples
         for each in sample.numerics_changes
     ]
+    return found or msgspec.UNSET
+
+
+def weight_version_of(samples: Sequence[OutputStream]) -> str | msgspec.UnsetType:
+    """Name of the newest weight version of some samples' tokens; unset if none is known."""
+    newest = max(
+        (span for sample in samples for span in sample.weight_spans),
+        key=lambda span: span.number,
+        default=None,
+    )
+    return msgspec.UNSET if newest is None else newest.name
+
+
+def weight_versions_of(samples: Sequence[OutputStream]) -> list[WeightRange] | msgspec.UnsetType:
+    """Which weight version made which tokens of some samples; unset if one made all."""
+    spans = [(sample, span) for sample in samples for span in sample.weight_spans]
+    if len({(span.number, span.label) for _, span in spans}) < 2:
+        return msgspec.UNSET
+    return [WeightRange(sample.index, span.first_token, span.name) for sample, span in spans]
+
+
+def ranges_within(sample: OutputStream, num_tokens: int) -> list[WeightRange] | msgspec.UnsetType:
+    """Ranges that begin within the newest tokens of a sample; unset if none does."""
+    spans = sample.weight_spans_from(sample.num_tokens - num_tokens)
+    found = [WeightRange(sample.index, span.first_token, span.name) for span in spans]
     return found or msgspec.UNSET
 
 

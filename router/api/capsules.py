@@ -14,10 +14,12 @@ from engine.sampling import SamplingParams
 from router.capsule import (
     FIELD,
     FORMAT,
+    FORMAT_WITH_WEIGHTS,
     Capsule,
     CapsuleModel,
     CapsulePrompt,
     CapsuleSample,
+    CapsuleWeights,
     written,
 )
 from router.mesh import Prompt
@@ -43,13 +45,17 @@ def capsule_of(
     the digest of its body.
     """
     used = {sample.fingerprint for sample in samples}
+    weights = tuple(CapsuleWeights(sample.index, tuple(sample.weight_spans)) for sample in samples)
+    if not any(span.number or span.label for each in weights for span in each.spans):
+        weights = ()
     capsule = Capsule(
-        format=FORMAT,
+        format=FORMAT_WITH_WEIGHTS if weights else FORMAT,
         id=id,
         created=created,
         model=model_of(model),
         numerics=tuple(each for each in classes if each.fingerprint in used),
         prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
+        weights=weights,
         request=request,
     )
     return written(capsule, key)

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import AnswerFacts, ChunkedAnswer, changes_of, encode, event
+from router.api.answers import (
+    AnswerFacts,
+    ChunkedAnswer,
+    changes_of,
+    encode,
+    event,
+    ranges_within,
+    weight_version_of,
+    weight_versions_of,
+)
 from router.api.chat_deltas import DeltaWriter, finish_reason, message_of
 from router.api.logprobs import LogprobShapes
 from router.api.understanding import Understood
@@ -61,6 +70,8 @@ class ChatAnswer(ChunkedAnswer):
                 stop_reason=piece.stop_reason,
                 token_ids=piece.token_ids if self._returns_ids else None,
             )
+            if self._returns_ids:
+                choice.weight_versions = ranges_within(sample, sample.num_tokens)
             choices.append(choice)
         first = self.samples[0]
         answer = ChatCompletion(
@@ -71,6 +82,7 @@ class ChatAnswer(ChunkedAnswer):
             answer.prompt_logprobs = self._shapes.prompt_encoded(first.prompt_logprobs, most)
         if self._returns_ids:
             answer.prompt_token_ids = first.prompt.prompt_ids
+        answer.weight_version, answer.weight_versions = self.weight_version, self.weight_versions
         return encode(answer)
 
     def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
@@ -89,9 +101,14 @@ class ChatAnswer(ChunkedAnswer):
             stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
             token_ids=piece.token_ids if self._returns_ids else None,
         )
+        if self._returns_ids:
+            choice.weight_versions = ranges_within(sample, len(piece.token_ids))
         chunk = self._chunk([choice], sample)
         if piece.finish_reason is not None:
+            chunk.system_fingerprint = sample.system_fingerprint or UNSET
             chunk.numerics_changes = changes_of([sample])
+            chunk.weight_version = weight_version_of([sample])
+            chunk.weight_versions = weight_versions_of([sample])
         return opening + event(chunk)
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
@@ -102,7 +119,9 @@ class ChatAnswer(ChunkedAnswer):
         return event(self._chunk([choice], sample))
 
     def last_chunk(self, usage: Usage | UnsetType) -> bytes:
-        return event(ChatChunk(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET))
+        chunk = ChatChunk(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET)
+        chunk.weight_version, chunk.weight_versions = self.weight_version, self.weight_versions
+        return event(chunk)
 
     def usage(self) -> Usage:
         usage = super().usage()

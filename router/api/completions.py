@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import AnswerFacts, ChunkedAnswer, changes_of, encode, event
+from router.api.answers import (
+    AnswerFacts,
+    ChunkedAnswer,
+    changes_of,
+    encode,
+    event,
+    ranges_within,
+    weight_version_of,
+    weight_versions_of,
+)
 from router.api.logprobs import LogprobShapes, offsets_of
 from router.api.understanding import Understood
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
@@ -41,6 +50,7 @@ class CompletionAnswer(ChunkedAnswer):
             choices.append(choice)
         answer = Completion(self.id, self.created, self.model, choices, self.whole_usage())
         answer.system_fingerprint = self.fingerprint
+        answer.weight_version, answer.weight_versions = self.weight_version, self.weight_versions
         answer.service_tier = answer.kv_transfer_params = None
         return encode(answer)
 
@@ -57,13 +67,18 @@ class CompletionAnswer(ChunkedAnswer):
         return self._chunk(sample, self._choice(sample, TextPiece(text), first=False))
 
     def last_chunk(self, usage: Usage | UnsetType) -> bytes:
-        return event(Completion(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET))
+        chunk = Completion(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET)
+        chunk.weight_version, chunk.weight_versions = self.weight_version, self.weight_versions
+        return event(chunk)
 
     def _chunk(self, sample: OutputStream, choice: CompletionChoice) -> bytes:
         usage = self.usage_so_far(sample, sample.num_tokens)
         chunk = Completion(self.id, self.created, self.model, [choice], usage, sample.fingerprint or UNSET)
         if choice.finish_reason is not None:
+            chunk.system_fingerprint = sample.system_fingerprint or UNSET
             chunk.numerics_changes = changes_of([sample])
+            chunk.weight_version = weight_version_of([sample])
+            chunk.weight_versions = weight_versions_of([sample])
         return event(chunk)
 
     def _choice(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> CompletionChoice:
@@ -76,6 +91,7 @@ class CompletionAnswer(ChunkedAnswer):
             stop_reason=piece.stop_reason,
             prompt_token_ids=sample.prompt.prompt_ids if first and self._returns_ids else None,
             token_ids=piece.token_ids if self._returns_ids else None,
+            weight_versions=ranges_within(sample, len(piece.token_ids)) if self._returns_ids else UNSET,
         )
 
     def _logprobs(self, sample: OutputStream, piece: TextPiece, *, echoes: bool) -> CompletionLogprobs:

@@ -79,6 +79,7 @@ class Replaying:
                     dp_rank=rank,
                     result=sample.recorded,
                     numerics_changes=tuple(sample.numerics_changes),
+                    weight_spans=tuple(sample.weight_spans),
                     remarks=remarks,
                 )
             )

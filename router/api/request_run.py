@@ -145,6 +145,7 @@ class RequestRun:
         if not sample.num_tokens:
             sample.fingerprint = with_adapter(generation.fingerprint, sample.prompt.adapter)
             sample.known_changes = generation.numerics_changes
+            sample.known_weights = generation.weight_spans
         if delta.token_ids:  # else it is an error
             meter.delta(position, generation, now, delta.times)
         piece = sample.take(delta)

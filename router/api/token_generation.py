@@ -12,10 +12,10 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.messages import TokenLogprobs
-from router.api.answers import AnswerFacts, ChunkedAnswer, encode, event
+from router.api.answers import AnswerFacts, ChunkedAnswer, encode, event, ranges_within, weight_version_of
 from router.api.understanding import Understood
 from router.errors import refuse
-from router.openai_api import CompletionRequest, Int, StreamOptions, Usage
+from router.openai_api import CompletionRequest, Int, StreamOptions, Usage, WeightRange
 from router.text.output_stream import OutputStream, TextPiece, join
 
 LEAST_LOGPROB = -9999.0
@@ -90,6 +90,8 @@ class GenerateChoice(msgspec.Struct):
     stop_reason: int | str | None
     logprobs: GenerateLogprobs | None
     text: str | UnsetType = UNSET
+    weight_versions: list[WeightRange] | UnsetType = UNSET
+    """Weight versions that made these tokens, where they begin among them."""
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -104,6 +106,8 @@ class Generated(msgspec.Struct, kw_only=True):
     created: int | UnsetType = UNSET
     prompt_logprobs: list[dict[int, TokenChance] | None] | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    """Newest weight version that made a token."""
 
 
 def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionRequest:
@@ -160,6 +164,7 @@ class TokensAnswer(ChunkedAnswer):
         answer = self._made(choices, with_prompt=self._returns_prompt)
         answer.usage, answer.model, answer.created = self.whole_usage(), self.model, self.created
         answer.system_fingerprint = self.fingerprint or UNSET
+        answer.weight_version = self.weight_version
         most = self._num_prompt_logprobs
         if most is not None:
             of_prompt = self.samples[0].prompt_logprobs
@@ -171,6 +176,8 @@ class TokensAnswer(ChunkedAnswer):
             return b""
         answer = self._made([self._choice(sample, piece)], with_prompt=first and self._returns_prompt)
         answer.usage = self.usage_so_far(sample, sample.num_tokens)
+        if piece.finish_reason is not None:
+            answer.weight_version = weight_version_of([sample])
         return event(answer)
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
@@ -201,6 +208,7 @@ class TokensAnswer(ChunkedAnswer):
             stop_reason=piece.stop_reason,
             logprobs=logprobs,
             text=piece.text if self._mode == "text" else UNSET,
+            weight_versions=ranges_within(sample, len(piece.token_ids)),
         )
 
 

@@ -101,6 +101,7 @@ class Chooser:
             self._pool.candidate(instance, now, self._cached(instance, lengths), lendable)
             for instance in instances
         ]
+        found = policy.not_older(found, entry.least_weights)
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
             raise unavailable(_why_nobody(entry, waiting_for))
@@ -176,7 +177,7 @@ class Chooser:
                 self.hot.saw(prompt.prompt_ids, prompt.cache_salt, blocks, prompt.adapter)
         number = instance.dispatch(entry.work, now, cached=cached + spared)
         self._ledger.place(entry, instance.name, number)
-        entry.is_computed_in(instance.fingerprint)
+        entry.is_computed_in(instance.fingerprint, instance.weights)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
             self._pool.index.expect(instance.name, number, blocks[length:])
         return number
@@ -269,7 +270,8 @@ def _too_long(prompt: Prompt, limit: int) -> MeshError:
 def _why_nobody(entry: Entry, waiting_for: str) -> str:
     if entry.prompt.rank is not None and not entry.owed:
         return f"instance {entry.prompt.rank} takes no requests now"
-    return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
+    newer = f" with weights {entry.least_weights} or newer" if entry.least_weights else ""
+    return f"no instance{newer} is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
 
 
 def full(num_instances: int) -> MeshError:

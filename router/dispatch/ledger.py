@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import Delta, Submit
-from router.mesh import NumericsSwitch, Prompt, TokenSink
+from engine.messages import Delta, Submit, WeightsInUse
+from router.mesh import NumericsSwitch, Prompt, TokenSink, WeightSpan
 
 logger = logging.getLogger(__name__)
 
+STARTING_WEIGHTS = WeightsInUse()
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
 
@@ -107,6 +108,10 @@ class Entry:
     """Name of the numerics class in which its current try is computed."""
     numerics_changes: list[NumericsSwitch] = field(default_factory=list)
     """Changes of class after the first token; its stream's readers see new ones."""
+    weights: WeightsInUse = STARTING_WEIGHTS
+    """Weights with which its current try is computed."""
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    """Weight versions that made its tokens; its stream's readers see new ones."""
     owed: bool = False
     """Whether an instance had taken the request, so that the next one must."""
     blocks: list[int] | None = None
@@ -198,11 +203,33 @@ class Entry:
         """Name of the numerics class that computed its newest token."""
         return self.numerics_changes[-1].after if self.numerics_changes else self.fingerprint
 
-    def is_computed_in(self, numerics: str | None) -> None:
-        """Record the numerics class of its current try, which may not have begun."""
+    def is_computed_in(self, numerics: str | None, weights: WeightsInUse | None = None) -> None:
+        """Record numerics class and weights of its current try, which may not have begun."""
         self.numerics = numerics
+        if weights is not None and weights != self.weights:
+            self.weights, self.blocks = weights, None  # names of blocks begin with the weights
         if not self.has_begun:
             self.fingerprint = numerics
+
+    @property
+    def least_weights(self) -> int:
+        """Number of the weights that made its last token: older ones may not continue it."""
+        num_tokens = len(self.emitted)
+        return next((each.number for each in reversed(self.weight_spans) if each.first_token < num_tokens), 0)
+
+    def changes_weights(self) -> bool:
+        """Record that its next token is made by the weights of its current try.
+
+        Returns whether others made the last one.
+        """
+        spans, begin = self.weight_spans, len(self.emitted)
+        while spans and spans[-1].first_token == begin:  # weights that made no token
+            spans.pop()
+        span = WeightSpan(begin, self.weights.number, self.weights.label)
+        if spans and (spans[-1].number, spans[-1].label) == (span.number, span.label):
+            return False
+        spans.append(span)
+        return len(spans) > 1
 
     def changes_class(self) -> NumericsSwitch | None:
         """Record that its next token is of the class of its current try.

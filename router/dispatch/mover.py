@@ -156,11 +156,12 @@ class RequestMover(RequestDispatcher):
             self._abort(entry)
         entry.moves(action.loss, time.monotonic())
         entry.uncount_try()
-        if action.target is None:
+        target = action.target
+        if target is None or target.weights.number < entry.least_weights:  # it has not changed them yet
             self.resume(entry, source)
         else:
             entry.failed_at(source.rank)
-            self._dispatch(entry, action.target, action.copy)
+            self._dispatch(entry, target, action.copy)
 
     def _to_move(self, instance: PooledInstance, reason: str) -> list[Entry]:
         """The requests of an instance that have to go on elsewhere.
@@ -219,13 +220,36 @@ class RequestMover(RequestDispatcher):
     def follow_class(self, instance: PooledInstance) -> None:
         """Record that an instance computes in another numerics class from now on."""
         for entry in self._ledger.of_instance(instance.name):
-            entry.is_computed_in(instance.fingerprint)
+            entry.is_computed_in(instance.fingerprint, instance.weights)
             if not entry.fruitless:
                 self._note_class(entry)
 
+    def follow_weights(self, instance: PooledInstance) -> None:
+        """Record that all further tokens of an instance are made by other weights.
+
+        Requests that wait for such weights may find them here.
+        """
+        num_going_on = 0
+        for entry in self._ledger.of_instance(instance.name):
+            entry.is_computed_in(instance.fingerprint, instance.weights)
+            if not entry.fruitless:
+                entry.changes_class()
+                num_going_on += entry.changes_weights() and not entry.prompt.background
+        weights = instance.weights
+        logger.info(
+            "instance %d computes with weights %d (%s) from now on; %d requests go on with them",
+            instance.rank, weights.number, weights.label or "no label", num_going_on,
+        )  # fmt: skip
+        self.dispatch_orphans()
+
     def _note_class(self, entry: Entry) -> None:
-        change = entry.changes_class()
-        if change is None or entry.prompt.background:
+        has_new_weights, change = entry.changes_weights(), entry.changes_class()
+        if has_new_weights and not entry.prompt.background:
+            logger.info(
+                "request %s goes on with weights %d after %d tokens of older ones",
+                entry.prompt.request_id, entry.weights.number, len(entry.emitted),
+            )  # fmt: skip
+        if change is None or has_new_weights or entry.prompt.background:
             return
         is_promised = entry.prompt.repeatable and is_invariant(change.before)
         self.num_class_changes["true" if is_promised else "false"] += 1

@@ -131,6 +131,14 @@ def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozens
     return [candidate for candidate in fresh if candidate.admitted] or fresh or able
 
 
+def not_older(candidates: list[Candidate], weights: int) -> list[Candidate]:
+    """Candidates whose weights have at least this number: requests never go back."""
+    if not weights:
+        return candidates
+    known = [(each, each.capacity) for each in candidates if each.capacity is not None]
+    return [each for each, capacity in known if capacity.in_use.number >= weights]
+
+
 def with_room(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates whose queues are not full, as far as is known here.
 

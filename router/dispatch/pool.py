@@ -14,8 +14,9 @@ import msgspec
 
 from coordinator.messages import Member, Role, State, View
 from coordinator.views import ViewNews
-from engine.messages import Capacity, Counters, InstanceReport
+from engine.messages import Capacity, Counters, InstanceReport, WeightsInUse
 from router.dispatch.circuit_breaker import CircuitBreaker
+from router.dispatch.ledger import STARTING_WEIGHTS
 from router.dispatch.policy import Candidate
 from router.dispatch.prefix_index import PrefixIndex
 
@@ -102,10 +103,20 @@ class PooledInstance:
         return self.member.rank
 
     @property
+    def weights(self) -> WeightsInUse:
+        """Weights of the tokens that come from it now."""
+        return STARTING_WEIGHTS if self.capacity is None else self.capacity.in_use
+
+    @property
     def fingerprint(self) -> str | None:
-        """Name of its numerics class; None if its version names none."""
-        numerics = self.member.numerics
-        return None if numerics is None else numerics.fingerprint
+        """Name of its numerics class; None if its version names none.
+
+        Where the newest view has other weights than the instance itself has named, the instance is right.
+        """
+        seen, own = self.member.numerics, self.weights.numerics
+        if own is not None and (seen is None or (seen.invariant and seen.weights != own.weights)):
+            return own.fingerprint
+        return None if seen is None else seen.fingerprint
 
     @property
     def role(self) -> Role:

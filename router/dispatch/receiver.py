@@ -128,7 +128,9 @@ class MessageReceiver:
     def _on_attached(self, instance: PooledInstance, attached: Attached) -> None:
         """Resume the requests of an earlier connection, of which the instance knows nothing."""
         if attached.repeated and instance.attached:
-            instance.capacity = attached.capacity  # with other weights
+            before, instance.capacity = instance.weights, attached.capacity
+            if instance.weights != before:
+                self._mover.follow_weights(instance)
             return
         is_new = instance.capacity is None
         instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.messages import Delta
 from router.dispatch.ledger import Entry
-from router.mesh import NumericsSwitch, TokenSink
+from router.mesh import NumericsSwitch, TokenSink, WeightSpan
 
 
 class Owner(Protocol):
@@ -56,6 +56,11 @@ class Stream:
     def numerics_changes(self) -> Sequence[NumericsSwitch]:
         """See :class:`router.mesh.Generation`."""
         return self._entry.numerics_changes
+
+    @property
+    def weight_spans(self) -> Sequence[WeightSpan]:
+        """See :class:`router.mesh.Generation`."""
+        return self._entry.weight_spans
 
     def hand_over(self, sink: TokenSink) -> None:
         """See :class:`router.mesh.Generation`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.api.logprobs import LogprobShapes
-from router.mesh import NumericsSwitch
+from router.mesh import NumericsSwitch, WeightSpan
 from router.offline.inputs import Job
 from router.openai_api import PromptLogprob as Logprob
 from router.openai_api import PromptLogprobs
@@ -36,6 +36,8 @@ class CompletionOutput:
     """Name of the numerics class that computed its first token; None if unknown."""
     numerics_changes: Sequence[NumericsSwitch] = ()
     """Changes of its numerics class; empty if it was computed in one."""
+    weight_spans: Sequence[WeightSpan] = ()
+    """Weight versions that made its tokens."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -86,8 +88,9 @@ def output_of(job: Job, pieces: Sequence[TextPiece], tokenizer: Tokenizer) -> Re
                 logprobs=None if params.logprobs is None else shapes.prompt(piece.logprobs, params.logprobs),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
-                system_fingerprint=sample.fingerprint,
+                system_fingerprint=sample.system_fingerprint,
                 numerics_changes=sample.numerics_changes,
+                weight_spans=sample.weight_spans,
             )
             for sample, piece in zip(job.samples, pieces, strict=True)
         ],

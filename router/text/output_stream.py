@@ -10,7 +10,7 @@ import msgspec
 from engine.messages import Delta, FinishReason, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
-from router.mesh import NumericsSwitch, Prompt
+from router.mesh import NumericsSwitch, Prompt, WeightSpan
 from router.recorded import RecordedSample, Recorder
 from router.text.prompt_text import NO_TEXT, PromptText
 from router.text.stops import StopStrings
@@ -68,6 +68,8 @@ class OutputStream:
         """Name of the numerics class in which its first token was computed."""
         self.known_changes: Sequence[NumericsSwitch] = ()
         """Changes of its numerics class, also between tokens that are not read yet."""
+        self.known_weights: Sequence[WeightSpan] = ()
+        """Weight versions that made its tokens, also tokens that are not read yet."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the instance of its first token had in its cache."""
@@ -101,6 +103,24 @@ class OutputStream:
     def numerics_changes(self) -> list[NumericsSwitch]:
         """Changes of numerics class between its tokens so far."""
         return [change for change in self.known_changes if change.after_tokens < self.num_tokens]
+
+    @property
+    def weight_spans(self) -> list[WeightSpan]:
+        """Weight versions that made its tokens so far, or computed its prompt alone."""
+        return self.weight_spans_from(0)
+
+    def weight_spans_from(self, first_token: int) -> list[WeightSpan]:
+        """Those of its weight spans that begin at a token or later."""
+        most = max(1, self.num_tokens)
+        return [span for span in self.known_weights if first_token <= span.first_token < most]
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """Its numerics class; behind it the weight versions where there are several."""
+        spans = self.weight_spans
+        if self.fingerprint is None or len(spans) < 2:
+            return self.fingerprint
+        return "-".join([self.fingerprint, "weights", *(str(span.number) for span in spans)])
 
     @property
     def needs_mesh(self) -> bool:

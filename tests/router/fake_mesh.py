@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from coordinator.messages import ExpertBalance, Role
 from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
-from router.mesh import MeshError, NumericsSwitch, Prompt, ServedModel, TokenSink
+from router.mesh import MeshError, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
 
 Script = Callable[[Prompt], Sequence[Delta]]
 
@@ -88,6 +88,10 @@ class FakeGeneration:
     def numerics_changes(self) -> Sequence[NumericsSwitch]:
         return self._mesh.changes.get(self.prompt.sample_index, ())
 
+    @property
+    def weight_spans(self) -> Sequence[WeightSpan]:
+        return self._mesh.weight_spans.get(self.prompt.sample_index, ())
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
@@ -144,6 +148,7 @@ class FakeMesh:
         self.fingerprints: dict[int, str] = {}
         """Numerics class of the instance that computes each sample of a prompt."""
         self.changes: dict[int, list[NumericsSwitch]] = {}
+        self.weight_spans: dict[int, list[WeightSpan]] = {}
         """Changes of class, likewise."""
         self.delay = 0.0
         self.refusal: MeshError | None = None
@@ -164,6 +169,7 @@ class FakeMesh:
         self.healthy = True
         self.fingerprints.clear()
         self.changes.clear()
+        self.weight_spans.clear()
         self.generations.clear()
 
     def reports(self) -> Mapping[int, InstanceReport]:

@@ -73,6 +73,8 @@ class MessageAnswer(Answer):
             output_tokens=usage.completion_tokens,
             cache_read_input_tokens=cached,
             numerics_changes=usage.numerics_changes,
+            weight_version=self.weight_version,
+            weight_versions=self.weight_versions,
         )
 
 

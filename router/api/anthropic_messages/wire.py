@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.openai_api import Int, MoreFields, NumericsChange
+from router.openai_api import Int, MoreFields, NumericsChange, WeightRange
 
 # ---- requests
 
@@ -72,7 +72,9 @@ class MessageUsage(msgspec.Struct):
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
-    """Not Anthropic's; unset where there are none."""
+    """Not Anthropic's, like the next two; unset where there are none."""
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[WeightRange] | UnsetType = UNSET
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):

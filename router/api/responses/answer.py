@@ -95,6 +95,8 @@ class ResponsesAnswer(Answer):
             metadata=request.metadata or {},
             user=request.user,
             system_fingerprint=self.fingerprint,
+            weight_version=self.weight_version,
+            weight_versions=self.weight_versions,
         )
 
     def _response_usage(self) -> wire.ResponseUsage:

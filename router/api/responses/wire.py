@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.openai_api import Int, MoreFields, NumericsChange, TokenLogprob
+from router.openai_api import Int, MoreFields, NumericsChange, TokenLogprob, WeightRange
 
 # ---- requests
 
@@ -162,6 +162,8 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
     previous_response_id: None = None
     system_fingerprint: str | None = None
     """Name of the numerics class, as in chat completions."""
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[WeightRange] | UnsetType = UNSET
 
 
 # ---- events of a stream

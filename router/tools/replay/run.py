@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import msgspec
 
 from coordinator.numerics import UNKNOWN, VARIANT, Numerics
-from router.capsule import Capsule, CapsulePrompt, CapsuleSample, ReplayAnswer, ReplayRequest
+from router.capsule import (
+    Capsule,
+    CapsulePrompt,
+    CapsuleSample,
+    ReplayAnswer,
+    ReplayRequest,
+    tokens_of_first_weights,
+)
 from router.errors import one_line
 from router.recorded import Difference, first_difference, shown_token
 from router.tools.api_client import Api, NoApi, ServerError
@@ -36,11 +43,19 @@ class Replayed:
     answer: ReplayAnswer | None
     """None for a sample without tokens, for which there is nothing to compute."""
 
+    first_weights: int | None = None
+    """Tokens before its weights changed in the capsule; None if they did not."""
+
     @property
     def up_to(self) -> int | None:
-        """Tokens that were computed in the capsule's class both times; None for all."""
+        """Tokens that were computed in the capsule's class and weights both times; None for all."""
         changes = [self.sample.numerics_changes, self.answer.numerics_changes if self.answer else None]
-        return min((found[0].after_tokens for found in changes if found), default=None)
+        ends = [found[0].after_tokens for found in changes if found]
+        if self.first_weights is not None:
+            ends.append(self.first_weights)
+        if self.answer is not None and len(self.answer.weight_spans) > 1:
+            ends.append(self.answer.weight_spans[1].first_token)
+        return min(ends, default=None)
 
     @property
     def difference(self) -> Difference | None:
@@ -141,7 +156,7 @@ class Replay:
                 f"instance {answer.dp_rank} computed it in class {answer.system_fingerprint}, not in "
                 f"{sample.system_fingerprint}: try again"
             )
-        return Replayed(sample, answer)
+        return Replayed(sample, answer, tokens_of_first_weights(capsule, sample.index))
 
     def _answer(self, wanted: bytes) -> ReplayAnswer:
         try:

@@ -12,7 +12,7 @@ from engine.messages import Delta, Submit
 from engine.sampling import SamplingParams
 from router.api.headers import RequestTerms
 from router.api.replaying import check_sample, sample_of
-from router.capsule import CapsulePrompt, CapsuleSample
+from router.capsule import CapsulePrompt, CapsuleSample, tokens_of_first_weights
 from router.errors import ApiError
 from router.mesh import Prompt
 from router.recorded import Logprob, Recorder, end_of
@@ -47,9 +47,10 @@ class SampleCheck:
 
     def __init__(self, saved: Saved, prompt: CapsulePrompt, sample: CapsuleSample) -> None:
         self.saved, self.prompt, self.sample = saved, prompt, sample
-        changes = sample.numerics_changes
-        self.up_to = changes[0].after_tokens if changes else None
-        """Tokens of its first class; None for all."""
+        ends = [tokens_of_first_weights(saved.capsule, sample.index)]
+        ends += [change.after_tokens for change in sample.numerics_changes[:1]]
+        self.up_to = min((each for each in ends if each is not None), default=None)
+        """Tokens of its first class and its first weights; None for all."""
         self.redraw: Redraw | None = None
         """None: there is nothing to draw."""
         self.scores: list[Logprob] = []

@@ -71,7 +71,8 @@ class Setting:
             self.told,
         )
 
-    def told(self) -> None:
+    def told(self, version: WeightVersion) -> None:
+        assert version.number
         self.num_told += 1
 
     def order(self, **fields: object) -> None:

@@ -16,7 +16,7 @@ from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, TokenLogprobs
 from router.capsule import FIELD, Capsule, read, written
 from router.config import HttpConfig
-from router.mesh import MeshError, Prompt, ServedModel
+from router.mesh import MeshError, Prompt, ServedModel, WeightSpan
 from router.text.tokens import Tokenizer
 from router.tools.replay.command import main
 from tests.router.conftest import Server, ids_of, serving
@@ -178,6 +178,18 @@ def test_tokens_behind_a_change_of_class_are_not_compared(server: Server, replay
     fields = msgspec.to_builtins(capsule_of(text), str_keys=True)
     sample = fields["prompts"][0]["samples"][0]
     sample["numerics_changes"] = [{"after_tokens": 2, "before": "fp_1", "after": "fp_3"}]
+    ids = sample["result"]["token_ids"]
+    sample["result"]["token_ids"] = [*ids[:3], 70, *ids[4:]]
+    status, out, _ = replay(written(msgspec.convert(fields, Capsule, str_keys=True)))
+    assert status == 0
+    assert "only 2 tokens were compared: the class changed before the others" in out
+
+
+def test_tokens_of_other_weights_are_not_compared(server: Server, replay: Replay) -> None:
+    server.mesh.weight_spans[0] = [WeightSpan(0, 6), WeightSpan(2, 7)]
+    fields = msgspec.to_builtins(capsule_of(answer(server)), str_keys=True)
+    server.mesh.weight_spans[0] = [WeightSpan(0, 6)]
+    sample = fields["prompts"][0]["samples"][0]
     ids = sample["result"]["token_ids"]
     sample["result"]["token_ids"] = [*ids[:3], 70, *ids[4:]]
     status, out, _ = replay(written(msgspec.convert(fields, Capsule, str_keys=True)))
