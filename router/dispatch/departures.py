@@ -8,6 +8,7 @@ too. So nothing is computed again. What cannot be copied is handed over at once,
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from router.dispatch.pool import PooledInstance
 MOST_COPIES = 4
 """Requests of one instance whose blocks are copied at once."""
 MOST_ROUNDS = 6
-"""Copies of one request, each of what came since the one before.
+"""Copies of one request, each of what came since the one before, and each with less to copy.
 
 Then it is handed over, with what still lacks.
 """
 MOST_MISSING = 2
-"""Full blocks that a target may lack of a request that could stay."""
+"""Full blocks that a target may lack where copies bring nothing more."""
 
 MOST_TRIES = 3
 """Hand-overs of a request; it may outgrow the room for it meanwhile."""
@@ -81,6 +82,8 @@ class _Move:
     tokens: int = 0
     """Tokens that the target has after the last round."""
     rounds: int = field(default=1)
+    missing: float = math.inf
+    """Full blocks that the target lacked after the round before."""
     is_last: bool = False
     """Whether the target takes it over with this round."""
     tries: int = 0
@@ -129,13 +132,14 @@ class Departures:
         if move.entry.address != move.address or (move.is_last and not _may_try_again(move)):
             return self._over(move)
         if move.is_last:  # what came since is copied first
-            move.is_last, move.rounds = False, 1
+            move.is_last, move.rounds, move.missing = False, 1, math.inf
             return [self._copy(move)]
-        if tokens > before and move.rounds < MOST_ROUNDS and _num_missing(move):
-            move.rounds += 1
+        missing, lacked = _num_missing(move), move.missing
+        if tokens > before and move.rounds < MOST_ROUNDS and 0 < missing < lacked:
+            move.rounds, move.missing = move.rounds + 1, missing
             return [self._copy(move)]
-        may_lack = tokens > before and not move.departure.may_stay  # what it lacks comes with the hand-over
-        if not target.ready or (_num_missing(move) > MOST_MISSING and not may_lack):
+        # What it lacks comes with the hand-over. A source that outruns the copies never lacks less.
+        if not target.ready or (missing > MOST_MISSING and tokens <= before):
             return self._over(move)
         move.is_last, move.tries = True, move.tries + 1
         return [self._copy(move)]

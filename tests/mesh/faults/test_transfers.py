@@ -39,8 +39,8 @@ PLACES = pytest.mark.parametrize(
 )
 STAGED = "KV blocks are copied through host memory"
 """Line in the log of an instance whose cache is on a device."""
-LONG, SHORT = 1400, 400
-"""Tokens of an answer that outlasts a drain, without workers and with them."""
+LONG, MEDIUM, SHORT = 1400, 1000, 400
+"""Tokens of an answer that outlasts a drain, a change of instances, and a drain of workers."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:
@@ -215,7 +215,8 @@ async def streams(
         return await asyncio.gather(*asked)
 
 
-def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["host", "device"], indirect=True)
+def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path, where: str) -> None:
     ports = Ports()
     flags = [*FLAGS, "-dpl", "1", "--num-gpu-blocks-override", "1200", "--disaggregation-mode"]
     details = "--enable-prompt-tokens-details"
@@ -225,16 +226,18 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path)
         serve(tmp_path / "other", "--headless", *ports.join(), *flags, "prefill") as other,
     ):
         head.wait_for("2 instances ready")
+        assert (STAGED in head.log) == (where == "device")
         decoding = next(rank for rank in (0, 1) if f"Engine_{rank}" in head.log)
-        moved = asyncio.run(streams(ports, prompts))
+        moved = asyncio.run(streams(ports, prompts, tokens=MEDIUM))
         fetched = of(ports, "vllm:external_prefix_cache_hits_total", decoding)
         assert fetched >= 4 * 592, "of long prompts"
-        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > 4 * 250, 5, "they went on")
+        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > 3 * MEDIUM, 5, "they went on")
         asked = sum(length for _, length in LENGTHS)
         wait_until(lambda: of_both(ports, "vllm:prompt_tokens_total") == asked, 5, "each prompt counts once")
         assert sources(ports) == {"local_compute": asked, "local_cache_hit": 0, "external_kv_transfer": 0}
         assert of_both(ports, "vllm:request_prefill_kv_computed_tokens_sum") == asked
-        assert asyncio.run(streams(ports, prompts)) == moved, "from the cache of the decoding one"
+        again = asyncio.run(streams(ports, prompts, tokens=MEDIUM))
+        assert again == moved, "from the cache of the decoding one"
         assert of(ports, "vllm:external_prefix_cache_hits_total", decoding) < fetched + 592
         usage = asyncio.run(usage_of(ports, [3, *prompts[0]]))
         assert usage == (601, 0), "nothing was cached where its first token was given"

@@ -98,19 +98,38 @@ def test_a_request_is_handed_over_once_all_its_full_blocks_are_there() -> None:
 
 
 def test_copies_of_a_request_that_outruns_them_end() -> None:
+    """Each has less to copy than the one before, and there are not many."""
+    for blocks_meanwhile, most_rounds in (([1, 1], 2), ([9, 3, 3], 3), (range(20, 0, -1), MOST_ROUNDS)):
+        world = World()
+        (action,) = world.begin()
+        for rounds, blocks in enumerate(blocks_meanwhile, 1):
+            world.give(world.entries[0], blocks * SIZE)
+            (following,) = world.copied(action)
+            assert isinstance(following, Copy)
+            assert bool(following.message.request) == (rounds == most_rounds)
+            action = following
+            if action.message.request:
+                break
+        assert action.message.request, "it is asked for, with what still lacks"
+        world.give(world.entries[0], (MOST_MISSING + 1) * SIZE)
+        (following,) = world.departures.copied(world.target, action.message.number, 0)
+        assert world.departures.copied(world.target, following.message.number, 0) == [
+            HandOver(world.entries[0], world.source, world.target, world.loss)
+        ], "nothing came, so it is computed again"
+
+
+def test_a_request_that_may_stay_moves_though_it_outruns_its_copies() -> None:
+    """What lacks is as much as the source computes in one copy, and comes with the hand-over."""
     world = World()
-    (action,) = world.begin()
-    for rounds in range(1, MOST_ROUNDS + 1):
-        world.give(world.entries[0], SIZE)
-        (following,) = world.copied(action)
-        assert isinstance(following, Copy)
-        assert bool(following.message.request) == (rounds == MOST_ROUNDS)
-        action = following
-    world.give(world.entries[0], (MOST_MISSING + 1) * SIZE)
-    (following,) = world.departures.copied(world.target, action.message.number, 0)
-    assert world.departures.copied(world.target, following.message.number, 0) == [
-        HandOver(world.entries[0], world.source, world.target, world.loss)
-    ], "nothing came, so it is computed again"
+    (action,) = world.departures.begin_some(world.source, world.entries, world.loss)
+    for _ in range(2):
+        world.give(world.entries[0], (MOST_MISSING + 3) * SIZE)
+        (action,) = world.copied(action)
+    assert isinstance(action, Copy)
+    assert action.message.request == 1
+    (over,) = world.hands_over([action])
+    assert isinstance(over, HandOver)
+    assert over.copy == action.message.number
 
 
 def test_a_request_that_outgrew_the_room_for_it_is_copied_further_and_asked_for_again() -> None:
