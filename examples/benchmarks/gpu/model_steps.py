@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +33,11 @@ from engine.step import Admit, Step
 from examples.benchmarks.gpu.shapes import SHAPES, read_bytes, write_config
 
 BLOCK = 16
+CHUNK = 2048
+"""Tokens of a prompt that a step computes, at most."""
 WARM_STEPS = 3
+PROMPTS = 3
+"""Prompts of each length, behind a first one."""
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.0},
@@ -80,6 +86,23 @@ def bandwidth(device: str) -> float:
     return 2 * size / min(times)
 
 
+def memory_of(device: str) -> dict[str, Any]:
+    """Bytes in use on the device: by torch's tensors and pools, by the driver, and by nvidia-smi."""
+    if device != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    found: dict[str, Any] = {
+        "tensors": torch.cuda.memory_allocated(),
+        "pools": torch.cuda.memory_reserved(),
+        "driver": total - free,
+    }
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        found["nvidia_smi"] = [int(each) << 20 for each in done.stdout.split() if each.isdigit()]
+    return found
+
+
 class Model:
     """A loaded model with a cache, and requests in it."""
 
@@ -91,23 +114,30 @@ class Model:
         self.per_request = (context + 200) // BLOCK + 1
         directory = Path(tempfile.mkdtemp())
         room = torch.cuda.get_device_properties(0).total_memory if self.device == "cuda" else None
-        self.config = write_config(shape, tiny, directory, room)
+        longest = max(CHUNK, self.per_request * BLOCK)
+        self.config = write_config(shape, tiny, directory, room, longest)
         settings = EngineConfig(
-            model=ModelConfig(model=str(directory), load_format="dummy", max_model_len=2048),
+            model=ModelConfig(model=str(directory), load_format="dummy", max_model_len=longest),
             device=device,
-            scheduler=SchedulerConfig(max_num_seqs=most_rows, max_num_batched_tokens=2048),
+            scheduler=SchedulerConfig(max_num_seqs=most_rows, max_num_batched_tokens=CHUNK),
             cache=CacheConfig(),
         )
         self.executor = UniExecutor(settings, read_model_info(directory, weights=False), 1)
+        memory = {"before": memory_of(self.device)}
         began = time.perf_counter()
         self.facts = self.executor.load(lambda phase: None)
         loaded = time.perf_counter()
+        memory["weights"] = memory_of(self.device)
         free = self.executor.free_kv_memory()
+        memory["largest step"] = memory_of(self.device)
         rehearsed = time.perf_counter()
         wanted = self.per_request * most_rows + 64
         self.num_blocks = int(min(wanted, free // (self.facts.kv.bytes_per_token * BLOCK)))
         self.executor.allocate(self.num_blocks)
+        memory["cache and graphs"] = memory_of(self.device)
         report.add(
+            memory=memory,
+            cache_bytes=self.num_blocks * self.facts.kv.bytes_per_token * BLOCK,
             shape=shape,
             tiny=tiny,
             layers=self.config["num_hidden_layers"],
@@ -122,22 +152,21 @@ class Model:
             graphs=repr(getattr(self.executor._runner, "_graphs", None)),
         )
 
-    def admit(self, rows: int, params: dict[str, Any]) -> list[float]:
-        """Compute the prompts of so many requests, one a step; seconds of each."""
+    def admit(self, rows: int, params: dict[str, Any], length: int | None = None) -> list[float]:
+        """Compute the prompts of so many requests, one after the other; seconds of each."""
+        length = self.context if length is None else length
         times = []
         for slot in range(rows):
-            prompt = [(slot * 31 + place * 7) % 900 + 3 for place in range(self.context)]
+            prompt = [(slot * 31 + place * 7) % 900 + 3 for place in range(length)]
             chosen = SamplingParams(max_tokens=200, ignore_eos=True, **params)
             blocks = list(range(slot * self.per_request, (slot + 1) * self.per_request))
-            step = Step(
-                [Admit(slot, prompt, self.context, chosen, slot, ())],
-                [slot],
-                [0],
-                [self.context],
-                {0: blocks},
-            )
+            admits, tables = [Admit(slot, prompt, length, chosen, slot, ())], {0: blocks}
             began = time.perf_counter()
-            self.run(step)
+            for start in range(0, length, CHUNK):
+                end = min(start + CHUNK, length)
+                partial = [0] if end < length else []
+                self.run(Step(admits, [slot], [start], [end - start], tables, partial))
+                admits, tables = [], {}
             times.append(time.perf_counter() - began)
         return times
 
@@ -173,6 +202,22 @@ def kernels_of(call: Callable[[], None], path: Path | None) -> dict[str, Any]:
     }
 
 
+def measure_prompts(model: Model, lengths: list[int], report: Report, deadline: float) -> None:
+    """Milliseconds of one prompt of each length, and of a step behind it."""
+    report.facts["prompts"] = []
+    for length in lengths:
+        if time.monotonic() > deadline:
+            report.facts["prompts"].append({"tokens": length, "skipped": "no time is left"})
+            report.write()
+            continue
+        first, *times = [model.admit(1, SAMPLING["greedy"], length)[0] for _ in range(1 + PROMPTS)]
+        model.context = length
+        step = statistics.median(model.decode(1, WARM_STEPS))
+        found = {"first_ms": 1000 * first, "ms": 1000 * statistics.median(times), "step_ms": 1000 * step}
+        report.facts["prompts"].append({"tokens": length} | found)
+        report.write()
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All numbers of one model."""
     report = Report(options.output)
@@ -181,8 +226,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         report.add(device=torch.cuda.get_device_name(), capability=list(torch.cuda.get_device_capability()))
     copy = bandwidth(options.device)
     report.add(copy_bytes_per_s=copy)
-    device = DeviceConfig(device=options.device, batch_invariant=options.batch_invariant)
-    model = Model(options.shape, max(options.rows), options.context, device, options.tiny, report)
+    device = DeviceConfig(
+        device=options.device, batch_invariant=options.batch_invariant, enforce_eager=options.enforce_eager
+    )
+    context = max(options.context, *options.prompts, 1)
+    model = Model(options.shape, max(options.rows, default=1), context, device, options.tiny, report)
+    measure_prompts(model, options.prompts, report, deadline)
+    model.context = options.context
     for rows in options.rows:
         if rows * model.per_request > model.num_blocks:
             report.add_row(rows=rows, skipped="the cache is too small")
@@ -216,8 +266,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32, 256])
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="lengths of single prompts")
+    parser.add_argument("--enforce-eager", action="store_true", help="as the flag of lockstep serve")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=90.0, help="after which nothing new is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

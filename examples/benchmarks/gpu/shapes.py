@@ -78,12 +78,16 @@ def layers_that_fit(config: dict[str, Any], device_bytes: int) -> int:
     return max(1, min(int(config["num_hidden_layers"]), room // layer))
 
 
-def write_config(shape: str, tiny: bool, directory: Path, device_bytes: int | None = None) -> dict[str, Any]:
+def write_config(
+    shape: str, tiny: bool, directory: Path, device_bytes: int | None = None, longest: int = 0
+) -> dict[str, Any]:
     """Write config.json into a directory; weights are random, so that there are no other files.
 
-    With ``device_bytes`` the model has fewer layers where all would not fit.
+    With ``device_bytes`` the model has fewer layers where all would not fit. ``longest``: tokens that a
+    context has at least.
     """
     config = config_of(shape, tiny)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
     if device_bytes is not None:
         config["num_hidden_layers"] = layers_that_fit(config, device_bytes)
     (directory / "config.json").write_text(json.dumps(config))

@@ -231,7 +231,9 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path,
         moved = asyncio.run(streams(ports, prompts, tokens=MEDIUM))
         fetched = of(ports, "vllm:external_prefix_cache_hits_total", decoding)
         assert fetched >= 4 * 592, "of long prompts"
-        wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > 3 * MEDIUM, 5, "they went on")
+        wait_until(
+            lambda: of(ports, "vllm:generation_tokens_total", decoding) > 3 * MEDIUM, 5, "they went on"
+        )
         asked = sum(length for _, length in LENGTHS)
         wait_until(lambda: of_both(ports, "vllm:prompt_tokens_total") == asked, 5, "each prompt counts once")
         assert sources(ports) == {"local_compute": asked, "local_cache_hit": 0, "external_kv_transfer": 0}
