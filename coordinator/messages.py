@@ -665,24 +665,7 @@ OperatorCommand = (
 """Wishes of operators, each answered by an :class:`OperatorAnswer`."""
 
 ToCoordinator = (
-    Register
-    | Heartbeat
-    | Lost
-    | Reached
-    | Leave
-    | Exited
-    | Watch
-    | Drain
-    | Scale
-    | SetRole
-    | Rebalance
-    | SetPause
-    | SetSleep
-    | WakeUp
-    | UpdateWeights
-    | LoadAdapter
-    | UnloadAdapter
-    | OperatorAnswer
+    Register | Heartbeat | Lost | Reached | Leave | Exited | Watch | OperatorCommand | OperatorAnswer
 )
 
 
