@@ -11,6 +11,8 @@ import msgspec
 
 from router.api.anthropic_messages.request import chat_request
 from router.api.anthropic_messages.wire import CountTokensRequest, MessagesRequest
+from router.api.native_generation import NativeRequest
+from router.api.native_generation import as_completion as native_completion
 from router.api.responses.request import translated
 from router.api.responses.wire import ResponsesRequest
 from router.api.token_generation import GenerateRequest, as_completion
@@ -33,6 +35,7 @@ _read_invocation = decoder(Invocation)
 read_completion = decoder(CompletionRequest)
 read_chat = decoder(ChatRequest)
 read_generate = decoder(GenerateRequest)
+read_native = decoder(NativeRequest)
 read_responses = decoder(ResponsesRequest)
 read_messages = decoder(MessagesRequest)
 read_count_tokens = decoder(CountTokensRequest)
@@ -56,6 +59,7 @@ READERS: Mapping[str, Callable[[bytes, ServedModel], ChatRequest | CompletionReq
     "/v1/responses": lambda body, _: translated(read_responses(body)).chat,
     "/v1/messages": lambda body, _: chat_request(read_messages(body)),
     "/inference/v1/generate": lambda body, served: as_completion(read_generate(body), served.max_model_len),
+    "/generate": lambda body, served: native_completion(read_native(body), served.max_model_len),
     "/invocations": lambda body, _: read_invocation(body),
 }
 """How a body is read, by the path of its endpoint."""

@@ -13,7 +13,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api import token_generation
+from router.api import native_generation, token_generation
 from router.api.answering import Answering, Shape
 from router.api.answers import encode, json_response
 from router.api.anthropic_messages import request as messages_request
@@ -26,11 +26,13 @@ from router.api.bodies import (
     read_generate,
     read_invocation,
     read_messages,
+    read_native,
     read_responses,
 )
 from router.api.chat import ChatAnswer
 from router.api.completions import CompletionAnswer
 from router.api.headers import key_of
+from router.api.native_generation import NativeAnswer
 from router.api.responses import request as responses_request
 from router.api.responses.answer import ResponsesAnswer
 from router.api.responses.wire import InputTokens
@@ -93,6 +95,17 @@ class Generating:
             )
             shape = partial(TokensAnswer, asked, understood)
             return await self._answering.answer_request(request, understood, "generate-tokens-", shape)
+
+    async def native(self, request: Request) -> Response:
+        """SGLang's ``/generate``."""
+        body = await self._answering.receive_body(request)
+        asked = await run_sized(lambda: read_native(body), len(body))
+        with in_terms_of(native_generation.NAMES):
+            understood = await self._understanding.understand(
+                lambda served: native_generation.as_completion(asked, served.max_model_len), len(body)
+            )
+            shape = partial(NativeAnswer, asked, understood)
+            return await self._answering.answer_request(request, understood, "", shape)
 
     async def responses(self, request: Request) -> Response:
         body = await self._answering.receive_body(request)

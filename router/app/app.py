@@ -99,6 +99,7 @@ def _routes(
         Route("/v1/messages", generating.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
         Route("/inference/v1/generate", generating.tokens, methods=["POST"]),
+        Route("/generate", generating.native, methods=["POST", "PUT"]),
         Route("/v1/replay", replaying.replay, methods=["POST"]),
         Route("/v1/loads", endpoints.loads, methods=["GET"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),

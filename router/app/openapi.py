@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from router.api.anthropic_messages import wire as messages
+from router.api.native_generation import NativeOutput, NativeRequest
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
 from router.api.token_generation import Generated, GenerateRequest
 from router.app.fault_status import FaultStatus
@@ -73,6 +74,7 @@ OPERATIONS = [
     Operation(
         "post", "/inference/v1/generate", "Token ids to token ids", GenerateRequest, Generated, True
     ),
+    Operation("post", "/generate", "Text or token ids to both", NativeRequest, NativeOutput, True),
     Operation("post", "/v1/replay", "A sample of a capsule, computed again", ReplayRequest, ReplayAnswer),
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),

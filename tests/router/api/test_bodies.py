@@ -32,6 +32,7 @@ def test_each_endpoint_that_generates_has_a_reader() -> None:
             {"token_ids": [1], "sampling_params": {"max_tokens": 9}},
             CompletionRequest,
         ),
+        ("/generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 9}}, CompletionRequest),
         ("/invocations", {"messages": USER, "max_tokens": 9}, ChatRequest),
         ("/invocations", {"prompt": "Hello", "max_tokens": 9}, CompletionRequest),
     ],
