@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
-from engine.kernels.adapters.sites import AdapterRoom, Sites, runs
+from engine.kernels.adapters.sites import AdapterRoom, Sites, sorted_rows
 from engine.kernels.cache.native_cache import NativeCache, NativePlan
 from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
@@ -382,10 +382,14 @@ class Program:
 def _adapter_runs(packed: PackedRows, numbers: Int64s, wanted: Int64s) -> dict[str, Any]:
     """Arguments that name the adapter of each token of a step."""
     of_tokens = np.repeat(numbers, packed.counts)
-    every, chosen = runs(of_tokens), runs(of_tokens[wanted])
+    every, chosen = sorted_rows(of_tokens), sorted_rows(of_tokens[wanted])
     return {
-        "num_runs": len(every),
-        "num_chosen_runs": len(chosen),
-        "runs": every,
-        "chosen_runs": chosen,
+        "num_runs": len(every.runs),
+        "num_chosen_runs": len(chosen.runs),
+        "runs": every.runs,
+        "chosen_runs": chosen.runs,
+        "adapters": every.numbers,
+        "chosen_adapters": chosen.numbers,
+        "order": every.order,
+        "chosen_order": chosen.order,
     }

@@ -15,15 +15,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.products.packing import panels
+from engine.attention.base import Int64s
+from engine.kernels.products.packing import LANES, panels
 
-WIDTH = 32
-"""Ranks fill whole pairs of panels, of so many numbers."""
-LOW, ADDED = "adapter low", "adapter added"
-"""Names of scratch rows: what A gives, and what is added to a product."""
-ADAPTER_PART = np.dtype([("weights", np.int64), ("k", np.int64), ("n", np.int64), ("factor", np.float64)])
-"""``AdapterPart`` of ``adapted.hpp``."""
-ADAPTER_RUN = np.dtype([("adapter", np.int64), ("first", np.int64), ("count", np.int64)])
+LOW = "adapter low"
+"""Name of scratch rows: what A gives."""
+ADAPTER_PART = np.dtype([(name, np.int64) for name in ("a", "b", "panels", "num_low", "rank")])
+"""``AdapterPart`` of ``added.hpp``."""
+ADAPTER_PANEL = np.dtype([("at", np.int32), ("factor", np.float32)])
+"""``AdapterPanel`` of ``added.hpp``."""
+ADAPTER_SITE = np.dtype([(name, np.int64) for name in ("parts", "low", "pitch")])
+"""``AdapterSite`` of ``added.hpp``."""
+ADAPTER_RUN = np.dtype([(name, np.int64) for name in ("adapter", "first", "count")])
 """``AdapterRun`` of ``contract.hpp``."""
 
 
@@ -54,12 +57,10 @@ class Site:
     """Outputs of each."""
     inputs: int
     order: torch.Tensor | None = None
-    """Index of each output of the product among the layers'; None: as they stand."""
+    """Index of each output of the product among the layers', -1 for none.
 
-    @property
-    def outputs(self) -> int:
-        """Outputs of the product."""
-        return sum(self.sizes) if self.order is None else len(self.order)
+    None: as they stand. 16 neighbours are of one layer.
+    """
 
 
 class PackedSite:
@@ -67,11 +68,16 @@ class PackedSite:
 
     def __init__(self, site: Site, room: AdapterRoom, dtype: torch.dtype) -> None:
         self.site, self._dtype = site, dtype
-        self.low_width = padded(room.rank * len(site.modules))
-        """Numbers of a row of what A gives."""
-        self.low = np.zeros(room.adapters + 1, ADAPTER_PART)
-        self.high = np.zeros(room.adapters + 1, ADAPTER_PART)
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.low_width = padded(room.rank) * len(site.modules)
+        """Most numbers of a row of what A gives."""
+        self.parts = np.zeros(room.adapters + 1, ADAPTER_PART)
+        order = torch.arange(sum(site.sizes)) if site.order is None else site.order
+        self._order = F.pad(order, (0, -len(order) % (2 * LANES)), value=-1)
+        ends = torch.tensor(site.sizes).cumsum(0)
+        modules = torch.bucketize(self._order, ends, right=True).masked_fill(self._order < 0, -1)
+        self._modules = modules.view(-1, LANES).amax(1).tolist()
+        """Number of the layer that each panel of outputs is of; -1 for none."""
+        self._kept: dict[int, tuple[Any, ...]] = {}
 
     def put(self, number: int, parts: Sequence[LowRank | None]) -> int:
         """Lay out an adapter's matrices for each of the layers, in place of earlier ones.
@@ -81,29 +87,33 @@ class PackedSite:
         Returns:
             Their bytes.
         """
-        self.low[number] = self.high[number] = (0, 0, 0, 0.0)
+        self.parts[number] = (0, 0, 0, 0, 0)
         self._kept.pop(number, None)
-        present = [each for each in parts if each is not None]
+        present = [index for index, each in enumerate(parts) if each is not None]
         if not present:
             return 0
-        rank = padded(sum(len(each.a) for each in present))
-        factor = present[0].scaling
-        b = torch.zeros(sum(self.site.sizes), rank)
-        begin, row = 0, 0
+        ranks = {len(each.a) for each in parts if each is not None}
+        rank = padded(max(ranks))
+        a, b, places = [], [], np.zeros(len(self._modules), ADAPTER_PANEL)
         for part, size in zip(parts, self.site.sizes, strict=True):
-            if part is not None:
-                own = part.b.float() * (part.scaling / factor)
-                b[row : row + size, begin : begin + len(part.a)] = own
-                begin += len(part.a)
-            row += size
-        if self.site.order is not None:
-            b = b[self.site.order]
-        a = F.pad(torch.cat([each.a.float() for each in present]), (0, 0, 0, rank - begin))
-        laid = tuple(panels(each.to(self._dtype), multiple=WIDTH) for each in (a, b))
-        self.low[number] = (laid[0].data_ptr(), self.site.inputs, rank, 1.0)
-        self.high[number] = (laid[1].data_ptr(), rank, padded(len(b)), factor)
-        self._kept[number] = laid[0], laid[1]
-        return sum(each.nbytes for each in laid)
+            if part is None:
+                b.append(torch.zeros(size, rank))
+                continue
+            missing = rank - len(part.a)
+            a.append(F.pad(part.a.float(), (0, 0, 0, missing)))
+            b.append(F.pad(part.b.float(), (0, missing)))
+        for panel, module in enumerate(self._modules):
+            part = parts[module] if module >= 0 else None
+            places[panel] = (-1, 0) if part is None else (present.index(module) * rank, part.scaling)
+        every = torch.cat([*b, torch.zeros(1, rank)])[self._order]
+        low, high = (panels(each.to(self._dtype)) for each in (torch.cat(a), every))
+        self.parts[number] = (low.data_ptr(), high.data_ptr(), places.ctypes.data, rank * len(a), rank)
+        self._kept[number] = low, high, places
+        return int(low.nbytes + high.nbytes)
+
+    def record(self, low: torch.Tensor) -> np.ndarray[Any, Any]:
+        """``AdapterSite`` of this product; ``low``: scratch rows for what A gives."""
+        return np.array((self.parts.ctypes.data, low.data_ptr(), low.shape[1]), ADAPTER_SITE)
 
 
 class Sites:
@@ -125,11 +135,6 @@ class Sites:
         return {id(module) for packed in self._packed for module in packed.site.modules}
 
     @property
-    def outputs(self) -> int:
-        """Most outputs of a product."""
-        return max((packed.site.outputs for packed in self._packed), default=0)
-
-    @property
     def low_width(self) -> int:
         """Most numbers of a row of what A gives."""
         return max((packed.low_width for packed in self._packed), default=0)
@@ -142,22 +147,34 @@ class Sites:
         )
 
 
-def padded(number: int) -> int:
-    """The next multiple of :data:`WIDTH`."""
-    return -(-number // WIDTH) * WIDTH
+def padded(rank: int) -> int:
+    """Rank of matrices as they are laid out: it fills whole panels."""
+    return -(-rank // LANES) * LANES
 
 
-MOST_ROWS = 64
+MOST_ROWS = 32
 """Rows of a run, so that threads share long prompts."""
 
 
-def runs(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Runs of neighbouring rows [runs] of :data:`ADAPTER_RUN`; ``numbers`` [rows]: the adapter of each."""
-    ends = np.flatnonzero(np.diff(numbers, append=-1)) + 1
-    found = []
-    begin = 0
+class AdapterRows(NamedTuple):
+    """Rows of a step, sorted by their adapters."""
+
+    numbers: Int64s
+    """[rows] number of each one's adapter, 0 for none"""
+    order: Int64s
+    """Indices of those that have one, sorted by it."""
+    runs: np.ndarray[Any, Any]
+    """:data:`ADAPTER_RUN` of each few rows of one adapter."""
+
+
+def sorted_rows(numbers: Int64s) -> AdapterRows:
+    """Rows sorted by their adapters; ``numbers`` [rows]: the adapter of each, 0 for none."""
+    order = np.argsort(numbers, kind="stable")
+    order = order[np.count_nonzero(numbers == 0) :]
+    ends = np.flatnonzero(np.diff(numbers[order], append=-1)) + 1
+    found, begin = [], 0
     for end in ends.tolist():
-        number = int(numbers[begin])
+        number = int(numbers[order[begin]])
         found += [(number, first, min(MOST_ROWS, end - first)) for first in range(begin, end, MOST_ROWS)]
         begin = end
-    return np.array(found, ADAPTER_RUN)
+    return AdapterRows(numbers, order, np.array(found, ADAPTER_RUN))

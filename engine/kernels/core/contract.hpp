@@ -180,7 +180,7 @@ struct Operation {
     int64_t shared;        // numbers at the beginning of a key that are the same for all heads
     int64_t groups;        // of outputs, each with inputs of its own or the same ones; of the queries of a KV head; 0: one
     int64_t step_in, step_out;  // numbers from one group to the next
-    const float* added;    // [rows, all outputs], added to a product's sums behind the bias, or none
+    const void* added;     // an AdapterSite, of what is added to a product's sums behind the bias, or none
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
                   QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048, ACTIVATED = 4096;
@@ -204,9 +204,9 @@ struct StateFill {
     int64_t position, slot;  // multiples of the grid, rising in a row
 };
 
-// Neighbouring tokens of a step that have the same adapter; number 0: none.
+// Some of a step's tokens that have the same adapter.
 struct AdapterRun {
-    int64_t adapter, first, count;
+    int64_t adapter, first, count;  // the first one's place among all tokens that have adapters
 };
 
 struct Step {
@@ -233,6 +233,10 @@ struct Step {
     int64_t num_runs, num_chosen_runs;
     const AdapterRun* runs;         // of all tokens; none: no token has an adapter
     const AdapterRun* chosen_runs;  // of the chosen tokens
+    const int64_t* adapters;        // [tokens] number of each one's adapter, 0 for none
+    const int64_t* chosen_adapters;
+    const int64_t* order;           // those tokens that have adapters, sorted by these
+    const int64_t* chosen_order;
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.kernels.adapters.sites import ADDED, LOW, PackedSite
+from engine.kernels.adapters.sites import LOW, PackedSite
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.core.operations import (
@@ -218,16 +218,17 @@ class Writer:
         """Rows for a product: rounded to 8 bits first, if its weights ask for it."""
         return add_rounding(self._list, weights, into, self.buffers.rounded, width, flags=self.rows)
 
-    def adapted(self, site: PackedSite | None, into: Rows) -> torch.Tensor | None:
-        """Write what adapters add to a product; None in a list for rows without any."""
+    def adapted(self, site: PackedSite | None, into: Rows) -> np.ndarray[Any, Any] | None:
+        """Write the first product of a site's adapters; returns their record for the second.
+
+        None in a list for rows without any.
+        """
         if site is None or not self.facts.adapts:
             return None
-        low, added = self.buffers[LOW], self.buffers[ADDED]
-        inward = {"extra": site.low, "n": site.low_width, "width": site.site.inputs, "flags": self.rows}
-        outward = {"extra": site.high, "n": site.site.outputs, "width": site.low_width}
-        self.add(OperationKind.ADAPT, into=into, out=low, **inward)
-        self.add(OperationKind.ADAPT, into=low, out=added, flags=self.rows | AS_FLOAT, **outward)
-        return added
+        record = site.record(self.buffers[LOW])
+        shape = {"n": site.low_width, "k": site.site.inputs, "flags": self.rows}
+        self.add(OperationKind.ADAPT, into=into, extra=record, **shape)
+        return record
 
     def area(self) -> Area:
         """Area of the next sum."""

@@ -37,8 +37,6 @@ void linear(const Operation& op, const Step& step, Work& work) {
         Mask low, high;
     };
     auto put = [&](void* out, Floats value, Mask lanes, int64_t column, int64_t row) {
-        if (bias) value = value + load(bias + column, lanes);
-        if (op.added) value = value + load(op.added + row * out_width + column, lanes);
         if (op.c != LINEAR_ONLY) value = activated(op.c, value, static_cast<const float*>(op.extra));
         if (op.number != 0) value = value * factor;
         if (op.flags & AS_FLOAT) return store(static_cast<float*>(out) + column, value, lanes);
@@ -49,7 +47,10 @@ void linear(const Operation& op, const Step& step, Work& work) {
     const int64_t size = op.flags & AS_FLOAT ? sizeof(float) : sizeof(E);
     auto line = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + (to.first + row) * pitch * size; };
     auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
+    const Adapters<T> adapters(op, step);
     auto products = products_into<In, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
+        if (bias) one = one + load(bias + to.column, to.low), two = two + load(bias + to.next, to.high);
+        if (adapters) adapters.add(one, two, to.first + row, to.column / LANES, to.column / LANES + 1);
         put(line(to, row), one, to.low, to.column, to.first + row);
         put(line(to, row), two, to.high, to.next, to.first + row);
     }, place, std::max<int64_t>(1, op.b), in_width);
@@ -73,7 +74,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n]; added: [rows, 2, n];
+// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n]; added: see Operation;
 // number: a factor on the gate before the activation, 0 for none
 template <class T, class In = T>
 void gated(const Operation& op, const Step& step, Work& work) {
@@ -83,6 +84,7 @@ void gated(const Operation& op, const Step& step, Work& work) {
     int64_t words = op.k / In::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T, In>(op.n, op.a, nullptr, float(op.number));
     auto* bias = static_cast<const float*>(op.more);
+    const Adapters<T> adapters(op, step);
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
     share_out_panels<In>(work, op.k, rows, panels, CACHED_BYTES / (8 * words), [&](Share now, Share next, int64_t begin, int64_t some) {
@@ -96,7 +98,7 @@ void gated(const Operation& op, const Step& step, Work& work) {
                                   panels_of(then), behind == 0,
                                   {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
                                    bias ? bias + column : nullptr, bias ? bias + op.n + column : nullptr,
-                                   op.added ? op.added + first * 2 * op.n + column : nullptr},
+                                   adapters ? &adapters : nullptr, first, panel, panels + panel},
                                   room == nullptr ? nullptr : room + (panel - now.begin) * 2 * words);
             }
         });

@@ -21,6 +21,7 @@
 #include "activations.hpp"
 #include "byte_rows.hpp"
 #include "coded_rows.hpp"
+#include "../adapters/added.hpp"
 #include "../core/numbers.hpp"
 #include "quantized.hpp"
 #include "wanted.hpp"
@@ -754,15 +755,17 @@ template <class T>
 struct GatedColumns {
     typename T::Element* out;
     Mask lanes;
-    const float *gate_bias = nullptr, *up_bias = nullptr, *added = nullptr;  // the last: of rows of 2 * n, gate first
+    const float *gate_bias = nullptr, *up_bias = nullptr;
+    const Adapters<T>* adapters = nullptr;
+    int64_t first = 0, gate = 0, up = 0;  // of rows; numbers of both panels
 };
 
 template <class T, class In>
 auto gated_products(int64_t n, int64_t activation, const float* with = nullptr, float factor = 0.f) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<In, GatedColumns<T>>([place, n, activation, with, factor](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+    return products_into<In, GatedColumns<T>>([place, activation, with, factor](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
         if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
-        if (to.added != nullptr) gate = gate + load(to.added + row * 2 * n, to.lanes), up = up + load(to.added + row * 2 * n + n, to.lanes);
+        if (to.adapters != nullptr) to.adapters->add(gate, up, to.first + row, to.gate, to.up);
         if (factor != 0) gate = gate * filled(factor);
         T::store(place(to, row), gated(activation, gate, up, with), to.lanes);
     }, place);

@@ -14,7 +14,7 @@ from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import settled
 from engine.config import ModelConfig
-from engine.kernels.adapters.sites import AdapterRoom, runs
+from engine.kernels.adapters.sites import AdapterRoom, sorted_rows
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
@@ -95,8 +95,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(tmp_path_factory.mktemp(request.param), request.param)
 
 
-ROWS = [(0, 0, 33), (1, 0, 70), (2, 0, 5), (3, 0, 17)]
-ADAPTERS = [1, 0, 2, 3]
+ROWS = [(0, 0, 33), (1, 0, 70), (2, 0, 5), (3, 0, 17), (4, 0, 6)]
+ADAPTERS = [1, 0, 2, 3, 1]
 
 
 def test_rows_have_the_logits_of_their_adapters(served: Served) -> None:
@@ -144,6 +144,9 @@ def test_an_adapter_can_be_put_in_the_place_of_another(served: Served) -> None:
     assert torch.equal(served.logits(ROWS[:1], [1]), first)
 
 
-def test_runs_have_one_adapter_and_few_rows() -> None:
-    found = runs(np.array([2] * 70 + [0, 0, 1, 2]))
-    assert found.tolist() == [(2, 0, 64), (2, 64, 6), (0, 70, 2), (1, 72, 1), (2, 73, 1)]
+def test_rows_are_sorted_by_adapter_in_runs_of_a_few() -> None:
+    numbers = np.array([2] * 40 + [0, 0, 1, 2])
+    found = sorted_rows(numbers)
+    assert found.numbers is numbers
+    assert found.order.tolist() == [42, *range(40), 43]
+    assert found.runs.tolist() == [(1, 0, 1), (2, 1, 32), (2, 33, 9)]

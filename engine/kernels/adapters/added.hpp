@@ -1,0 +1,100 @@
+// Low-rank adapters (Hu et al. 2021, "LoRA"): what those of a step's rows add to the sums of a product.
+
+#pragma once
+
+#include <type_traits>
+
+#include "../core/contract.hpp"
+#include "../core/numbers.hpp"
+
+namespace {
+
+// How an adapter adds to 16 outputs of a product.
+struct AdapterPanel {
+    int32_t at;     // number in a low row of the first of its inputs; below 0: it adds nothing
+    float factor;
+};
+
+// The two matrices of an adapter beside a product.
+struct AdapterPart {
+    const uint32_t *a, *b;       // panels; null: the adapter has none here
+    const AdapterPanel* panels;  // of b
+    int64_t num_low, rank;       // numbers that a gives, and those of them that are the inputs of a panel of b
+};
+
+// A product beside which adapters add something. low: rows of what a gives, `pitch` words apart.
+struct AdapterSite {
+    const AdapterPart* parts;    // by number
+    void* low;
+    int64_t pitch;
+};
+
+// What a low row consists of: what b multiplies.
+template <class T>
+using Low = std::conditional_t<WIDENS_INPUTS, float, typename T::Element>;
+
+template <class T>
+Low<T>* low_row(const AdapterSite& site, int64_t row) {
+    return reinterpret_cast<Low<T>*>(static_cast<uint32_t*>(site.low) + row * site.pitch);
+}
+
+// Adapters of an operation's rows. They add to sums behind the bias: a row's own adapter alone decides what, and in which order.
+template <class T>
+class Adapters {
+    const AdapterSite* site;
+    const int64_t* numbers;
+
+    static void multiply_word(Floats& sum, const uint32_t* words, const Low<T>* low, int64_t step) {
+        const Words line = load_words(words + step * LANES);
+#if LOCKSTEP_AVX512
+        sum = T::madd(sum, line, filled_words(reinterpret_cast<const int*>(low)[step]));
+#else
+        sum = T::madd(sum, T::template of<0>(line), filled(low[T::PARTS * step]));
+        if constexpr (T::PARTS == 2) sum = T::madd(sum, T::template of<1>(line), filled(low[T::PARTS * step + 1]));
+#endif
+    }
+    // What a panel gives: its even and odd words, added up apart. STEPS: words, or 0 for `steps`.
+    template <int64_t STEPS>
+    static void multiply(Floats (&sum)[2], const uint32_t* words, const Low<T>* low, int64_t steps) {
+        sum[0] = sum[1] = filled(0.f);
+        if (STEPS != 0) steps = STEPS;
+#pragma GCC unroll 16
+        for (int64_t step = 0; step < steps; step += 2) multiply_word(sum[0], words, low, step), multiply_word(sum[1], words, low, step + 1);
+    }
+    template <int64_t STEPS>
+    [[gnu::noinline]] void add_all(Floats& one, Floats& two, const AdapterPart& part, int64_t row, int64_t first, int64_t second, int64_t steps) const {
+        const AdapterPanel &of_one = part.panels[first], &of_two = part.panels[second];
+        const Low<T>* low = low_row<T>(*site, row);
+        Floats sum[2];
+        if (of_one.at >= 0) {
+            multiply<STEPS>(sum, part.b + first * steps * LANES, low + of_one.at, steps);
+            one = fmadd(sum[0] + sum[1], filled(of_one.factor), one);
+        }
+        if (of_two.at >= 0) {
+            multiply<STEPS>(sum, part.b + second * steps * LANES, low + of_two.at, steps);
+            two = fmadd(sum[0] + sum[1], filled(of_two.factor), two);
+        }
+    }
+
+   public:
+    Adapters(const Operation& op, const Step& step)
+        : site(static_cast<const AdapterSite*>(op.added)), numbers(op.flags & SELECTED ? step.chosen_adapters : step.adapters) {}
+    explicit operator bool() const { return site != nullptr; }
+
+    // Adds to a row's sums of two panels. Those behind them are asked for, as they are needed behind other products' sums.
+    void add(Floats& one, Floats& two, int64_t row, int64_t first, int64_t second) const {
+        const AdapterPart& part = site->parts[numbers[row]];
+        if (part.b == nullptr) return;
+        constexpr int64_t FEW = LANES / T::PACK;  // words of the least rank there is
+        const int64_t steps = part.rank / T::PACK;
+        if (steps == FEW) add_all<FEW>(one, two, part, row, first, second, FEW);
+        else add_all<0>(one, two, part, row, first, second, steps);
+        if (row > 0 && numbers[row] == numbers[row - 1]) return;
+        const int64_t bytes = steps * LANES * 4, behind = second == first + 1 ? 2 : 1;
+        for (const int64_t panel : {first + behind, second + behind})
+            for (int64_t line = 0; line < bytes; line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(part.b) + panel * bytes + line, 0, 2);
+    }
+};
+
+}  // namespace
