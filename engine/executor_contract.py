@@ -10,7 +10,7 @@ import msgspec
 from engine.step import ModelFacts, Span, Step, StepResult
 
 if TYPE_CHECKING:
-    from coordinator.messages import GroupPlan
+    from coordinator.messages import GroupPlan, MemoryPart
     from coordinator.numerics import Arithmetic
     from engine.transfers.block_memory import CacheMemory
     from parallel.communicators.base import Communicator
@@ -154,7 +154,7 @@ class NewWeights(Protocol):
     def prepare(self, directory: str, should_stop: Callable[[], bool]) -> str:
         """Read and lay out a version in a background thread; returns its digest.
 
-        Steps run meanwhile.
+        Steps run meanwhile. An empty ``directory``: the version in use, read again.
 
         Raises:
             engine.weight_versions.contract.WeightsRefused: it cannot be used here.
@@ -177,6 +177,13 @@ class ChangingExecutor(Executor, Protocol):
     @property
     def new_weights(self) -> NewWeights:
         """Preparation and switch of other weights, once there is a cache."""
+        ...
+
+    def give_back(self, part: MemoryPart) -> bool:
+        """Give memory back between two steps; False if it stays, as on devices.
+
+        A cache reads as zeros then. Weights have to be prepared again, and switched to.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from coordinator.messages import MemoryPart
 from coordinator.numerics import Arithmetic
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes
@@ -122,6 +123,12 @@ class SwitchShard(msgspec.Struct, frozen=True, tag="switch_shard"):
     """Order to use the weights that were prepared from the next step on."""
 
 
+class GiveBackMemory(msgspec.Struct, frozen=True, tag="give_back"):
+    """Order to give back the memory of weights, or of the cache."""
+
+    part: MemoryPart
+
+
 class DiscardShard(msgspec.Struct, frozen=True, tag="discard_shard"):
     """Order to give back weights that were prepared, or to stop preparing them."""
 
@@ -138,6 +145,7 @@ ToWorker = (
     | TellSpans
     | PrepareShard
     | SwitchShard
+    | GiveBackMemory
     | DiscardShard
 )
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from coordinator.messages import MemoryPart
 from coordinator.numerics import Arithmetic
 from coordinator.process import process
 from engine.config import EngineConfig
@@ -238,6 +239,12 @@ class MpExecutor:
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
         return self._arithmetic
+
+    def give_back(self, part: MemoryPart) -> bool:
+        """See :class:`.ChangingExecutor`. Workers log what cannot be given back."""
+        self.new_weights.give_back(part)
+        self._send_orders()
+        return True
 
     def _on_weights(self, digest: str) -> None:
         self._send_orders()

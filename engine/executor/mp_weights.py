@@ -9,7 +9,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from engine.executor.messages import DiscardShard, PrepareShard, ShardPrepared, SwitchShard, ToWorker
+from coordinator.messages import MemoryPart
+from engine.executor.messages import (
+    DiscardShard,
+    GiveBackMemory,
+    PrepareShard,
+    ShardPrepared,
+    SwitchShard,
+    ToWorker,
+)
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 
 LOOK_INTERVAL = 0.05
@@ -85,6 +93,11 @@ class MpWeights:
             if answer.number == self._number:
                 self._answers.append(answer)
                 self._changed.notify_all()
+
+    def give_back(self, part: MemoryPart) -> None:
+        """Have all workers give back memory."""
+        with self._changed:
+            self._orders.append(GiveBackMemory(part))
 
     def switch(self) -> None:
         """See :class:`.NewWeights`."""

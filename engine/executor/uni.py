@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from coordinator.messages import MemoryPart
 from coordinator.numerics import TORCH, Arithmetic
 from engine.adapters.held import adapter_room, held_adapters
 from engine.attention import make_attention
@@ -37,6 +38,7 @@ from engine.gpu.coded_parameter import coded_of
 from engine.gpu.copy_stream import CudaCopyStream
 from engine.host import memory
 from engine.host.cache_size import left_beside, share_of_device
+from engine.host.page_release import give_back_pages
 from engine.inheritance.shared_cache import SharedCache
 from engine.inheritance.table import Table
 from engine.kernels.cache.native_cache import NativeCache
@@ -414,6 +416,13 @@ class UniExecutor(SpreadShard):
                 self._info, self._config.model, self._model, self._program, self._on_disk, self.spare_memory
             )
         return self._new_weights
+
+    def give_back(self, part: MemoryPart) -> bool:
+        """See :class:`.ChangingExecutor`."""
+        if part is MemoryPart.WEIGHTS:
+            return self.new_weights.give_back()
+        self._untouched = memory.Untouched(self._num_blocks, self._config.cache.block_size * self._kv_bytes)
+        return sum(give_back_pages(tensors) for tensors in self._tensors) > 0
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See :class:`.Executor`. On a CPU the step is done when this returns."""

@@ -36,6 +36,7 @@ from engine.executor.messages import (
     Free,
     FreeMemory,
     FromWorker,
+    GiveBackMemory,
     GroupBroken,
     Hosting,
     Join,
@@ -252,6 +253,8 @@ class Worker:
                 self._weights_of(executor).prepare(number, directory)
             case SwitchShard():
                 self._weights_of(executor).switch()
+            case GiveBackMemory(part):
+                executor.give_back(part)
             case DiscardShard():
                 self._weights_of(executor).discard()
             case _:

@@ -45,5 +45,9 @@ class LaidOut:
         self.quantized_bytes, self.half_bytes = packer.quantized_bytes, packer.half_bytes
         """Bytes of packed weights of 4 and 8 bits, and of weights in float16."""
 
+    def give_back(self) -> None:
+        """Let go of the weights; only their sizes stay."""
+        self.packed.give_back()
+
     def __repr__(self) -> str:
         return f"<LaidOut {self.packed!r}, {self.weight_bytes} bytes>"

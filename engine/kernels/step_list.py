@@ -56,6 +56,10 @@ class PackedDecoder:
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"
 
+    def give_back(self) -> None:
+        """Let go of all weights: no step can be computed with them any more."""
+        self.layers, self.output, self.embedding = [], None, None
+
     @property
     def most_operations(self) -> int:
         """Bound of the operations of a step."""

@@ -9,8 +9,9 @@ from coordinator.member_connection import MemberConnection
 from coordinator.messages import InFlight, WeightUpdate, WeightVersion
 from engine.core import EngineCore
 from engine.executor_contract import Executor
+from engine.lifecycle.sleeping import Sleeping, keep_memory
 from engine.serving.server import Server
-from engine.weight_versions.contract import WeightsRefused, WeightVersions
+from engine.weight_versions.contract import WeightsRefused
 from engine.weight_versions.instance_weights import InstanceWeights
 from engine.weight_versions.updating import WeightsUpdating
 
@@ -33,6 +34,14 @@ class FixedWeights:
     def discard(self, update: str) -> None:
         """See :class:`.WeightVersions`."""
 
+    def read_again(self, should_stop: Callable[[], bool]) -> None:
+        """See :class:`.ReadsAgain`."""
+        raise AssertionError("nothing was given back")
+
+    def use_again(self) -> None:
+        """See :class:`.ReadsAgain`."""
+        raise AssertionError("nothing was given back")
+
 
 class OrdersFollowing:
     """Follows standing orders between two turns of the step loop."""
@@ -50,7 +59,10 @@ class OrdersFollowing:
         self._server = server
         self._core = core
         self._on_new_weights = on_new_weights
-        self._updating = WeightsUpdating(self._versions(executor), server.wake)
+        versions = self._versions(executor)
+        self._updating = WeightsUpdating(versions, server.wake)
+        give_back = getattr(executor, "give_back", keep_memory)
+        self._sleeping = Sleeping(core, give_back, versions, server.wake)
         membership.follow_orders(server.wake)
 
     def __repr__(self) -> str:
@@ -69,25 +81,34 @@ class OrdersFollowing:
             self._core.hold_steps(False)
         if self._membership.follows_orders:
             return True
+        sleeping = self._sleeping
+        goes_on = orders.standstill is None and not sleeping.is_whole
+        if goes_on and not (has_weights and sleeping.follow(orders)):
+            return False  # what was given back comes before the first step
         stands_still = self._server.set_pause(orders.standstill)
-        gives_back = orders.sleep is not None and orders.sleep.gives_back
-        if not (has_weights and stands_still) or gives_back:  # giving back memory is not built here yet
+        if not (has_weights and stands_still and sleeping.follow(orders)):
             return False
         self._membership.in_effect(orders)
-        mode = orders.standstill
-        what = f"paused ({mode})" if mode is not None else "not paused"
+        what = "not paused" if orders.standstill is None else f"paused ({orders.standstill})"
         logger.info("standing orders %d are in effect here: %s", orders.revision, what)
         return True
 
     def close(self) -> None:
         """Stop preparing weights."""
         self._updating.close()
+        self._sleeping.close()
 
-    def _versions(self, executor: Executor) -> WeightVersions:
+    def _versions(self, executor: Executor) -> FixedWeights | InstanceWeights:
         workers = getattr(executor, "new_weights", None)
         if workers is None:
             return FixedWeights()
-        return InstanceWeights(workers, self._core, self._server.end_requests, self._changed)
+        return InstanceWeights(
+            workers,
+            self._core,
+            self._server.end_requests,
+            self._changed,
+            lambda: next((each.weights for each in executor.arithmetic()), ""),
+        )
 
     def _changed(self, version: WeightVersion) -> None:
         """Tell the coordinator and routers that the weights are others now."""

@@ -24,12 +24,14 @@ class InstanceWeights:
         core: EngineCore,
         end_requests: Callable[[], None],
         changed: Callable[[WeightVersion], None] = lambda version: None,
+        digest: Callable[[], str] = lambda: "",
     ) -> None:
         """``end_requests``: ends all requests here with the reason ``abort``, and passes that on.
 
         ``changed`` is called at each switch with the new version: the numerics class and what routers know of
-        the names of blocks follow it.
+        the names of blocks follow it. ``digest``: that of the version in use; empty where it is not known.
         """
+        self._digest = digest
         self._workers = workers
         self._requests = RequestsInFlight(core.scheduler, core.admission, core.sharing)
         self._end_requests = end_requests
@@ -79,6 +81,24 @@ class InstanceWeights:
             update.version.number, update.version.label or "no label", digest,
             1000 * (time.perf_counter() - began),
         )  # fmt: skip
+
+    def read_again(self, should_stop: Callable[[], bool]) -> None:
+        """Read the version in use, whose memory was given back; in a background thread.
+
+        Raises:
+            WeightsRefused: it cannot be read, or its source has other weights now.
+            WeightsSuperseded: ``should_stop`` returned True.
+        """
+        wanted = self._digest()
+        self._prepared = None
+        digest = self._workers.prepare("", should_stop)
+        if wanted not in ("", digest):
+            self._workers.discard()
+            raise WeightsRefused(f"the source has other weights now (digest {digest}, not {wanted})")
+
+    def use_again(self) -> None:
+        """Use what was read again from the next step on."""
+        self._workers.switch()
 
     def discard(self, update: str) -> None:
         """See :class:`.WeightVersions`."""

@@ -70,6 +70,7 @@ class ShardWeights:
         self._next_digest = ""
         self.digest = ""
         """Digest of the version in use; empty: of the checkpoint that was loaded."""
+        self._source = self._next_source = info.directory
 
     def __repr__(self) -> str:
         return f"<ShardWeights {self.digest or 'as loaded'}, next {self._next_digest or 'none'}>"
@@ -77,7 +78,8 @@ class ShardWeights:
     def prepare(self, directory: str, should_stop: Callable[[], bool] = lambda: False) -> str:
         """Read and lay out the weights of a directory; returns their digest.
 
-        Called in a background thread while steps run; what was prepared before is given back.
+        Called in a background thread while steps run; what was prepared before is given back. An empty name:
+        those in use, read again.
 
         Raises:
             WeightsRefused: they cannot be used here; the message says why.
@@ -87,6 +89,7 @@ class ShardWeights:
         try:
             self._check_model()
             began = time.monotonic()
+            self._next_source = directory = directory or self._source
             digest = beside_steps(lambda: self._prepare(Path(directory), should_stop))
         except ReadingStopped as error:
             self.discard()
@@ -109,6 +112,26 @@ class ShardWeights:
         assert self._next is not None, "prepare() comes first"
         self._next.switch()
         self.digest, self._next, self._next_digest = self._next_digest, None, ""
+        self._source = self._next_source
+
+    def give_back(self) -> bool:
+        """Let go of the weights in use, between two steps; False if they cannot be read again.
+
+        No step comes before they are prepared again, and switched to.
+        """
+        try:
+            self._check_model()
+        except WeightsRefused as error:
+            logger.warning("weights stay in memory: %s", error)
+            return False
+        if self._program is not None:
+            self._program.give_back_weights()
+        for tensor in (
+            dict(self._model.module.named_parameters()) | _kept_buffers(self._model.module)
+        ).values():
+            tensor.data = tensor.data.new_empty(0)
+            forget_codes(tensor)
+        return True
 
     def discard(self) -> None:
         """Give back what was prepared, if anything was."""

@@ -43,6 +43,7 @@ from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
 from router.app.rollouts import PATHS, RolloutEndpoints
+from router.app.sleeping import SLEEP_PATHS, SleepEndpoints
 from router.app.weight_transfers import TRANSFER_PATHS, TransferEndpoints, TransferMesh
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
@@ -70,7 +71,7 @@ MAX_REQUESTS = 1000
 """Most requests that ``/admin/requests`` lists."""
 
 
-ADMIN_PATHS = frozenset({"/admin", ELASTIC, REBALANCE, RESET}) | PATHS | TRANSFER_PATHS
+ADMIN_PATHS = frozenset({"/admin", ELASTIC, REBALANCE, RESET}) | PATHS | TRANSFER_PATHS | SLEEP_PATHS
 """Paths of the admin API beside those that begin with ``/admin/``."""
 
 
@@ -335,6 +336,7 @@ def make_admin_app(
             Route(REBALANCE, admin.rebalance, methods=["POST"]),
             Route(RESET, admin.reset_prefix_cache, methods=["POST"]),
             *RolloutEndpoints(mesh, command).routes(),
+            *SleepEndpoints(mesh, command).routes(),
             *TransferEndpoints(mesh, command, room).routes(),
         ],
         middleware=[Middleware(RequestIds)],

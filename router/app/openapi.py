@@ -91,7 +91,7 @@ OPERATIONS = [
     Operation("post", "/ping", "The same as /health", is_open=True),
     Operation("get", "/version", "The version of Lockstep", is_open=True),
     Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
-    Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
+    Operation("get", "/is_sleeping", "Whether instances sleep", None, Sleeping, is_open=True),
     Operation("post", "/is_scaling_elastic_ep", "Whether instances start or leave", None, IsScaling),
     Operation("get", "/fault_tolerance/status", "The state of each instance", None, FaultStatus),
     Operation("get", "/metrics", "For Prometheus", is_open=True),

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coordinator.membership.operations import ACCEPTED, DONE
-from coordinator.messages import OperatorAnswer, OperatorCommand, StandingOrders, View
+from coordinator.messages import OperatorAnswer, OperatorCommand, PauseMode, StandingOrders, View
 from router.config import HttpConfig
 from router.errors import ApiError
 
@@ -103,3 +103,18 @@ def switch(text: str, name: str) -> bool:
     if text.lower() not in known:
         raise ApiError(400, f"{name} is true or false, not {text!r}", param=name)
     return known[text.lower()]
+
+
+def pause_mode(text: str) -> PauseMode:
+    """What becomes of requests, by its name.
+
+    Raises:
+        ApiError: there is no such mode (400).
+    """
+    try:
+        return PauseMode(text)
+    except ValueError as error:
+        modes = ", ".join(PauseMode)
+        raise ApiError(
+            400, f"there is no mode {text!r} of a pause: choose one of {modes}", param="mode"
+        ) from error

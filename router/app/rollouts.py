@@ -26,7 +26,7 @@ from coordinator.messages import (
     UpdateWeights,
     View,
 )
-from router.app.ordered import BODY_LIMITS, OrderedCommands, json_answer, switch, unavailable
+from router.app.ordered import BODY_LIMITS, OrderedCommands, json_answer, pause_mode, switch, unavailable
 from router.errors import ApiError
 from router.http.body import decoder, read_body
 
@@ -165,7 +165,7 @@ class RolloutEndpoints:
         """vLLM's ``POST /pause?mode=abort|wait|keep&clear_cache=true``."""
         query = request.query_params
         waits = switch(query.get("wait_for_inflight_requests", "false"), "wait_for_inflight_requests")
-        mode = _mode(query.get("mode", "wait" if waits else "abort"))
+        mode = pause_mode(query.get("mode", "wait" if waits else "abort"))
         clears = switch(query.get("clear_cache", "true"), "clear_cache") and mode is not PauseMode.KEEP
         await self._set(request, mode)
         if clears:
@@ -246,13 +246,3 @@ class RolloutEndpoints:
         wish = SetPause(command=uuid.uuid4().hex, mode=mode)
         await self._commands.carry_out(request, wish, PAUSE_TIMEOUT)
         await self._commands.see(lambda orders: orders.command == wish.command)
-
-
-def _mode(text: str) -> PauseMode:
-    try:
-        return PauseMode(text)
-    except ValueError as error:
-        modes = ", ".join(PauseMode)
-        raise ApiError(
-            400, f"there is no mode {text!r} of a pause: choose one of {modes}", param="mode"
-        ) from error

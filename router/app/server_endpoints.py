@@ -53,7 +53,10 @@ class ServerEndpoints:
         return json_response(msgspec.json.encode(info))
 
     async def is_sleeping(self, _request: Request) -> Response:
-        return json_response(msgspec.json.encode(Sleeping()))
+        seen = self._view()
+        return json_response(
+            msgspec.json.encode(Sleeping(seen is not None and seen.orders.sleep is not None))
+        )
 
     async def scales(self, _request: Request) -> Response:
         return json_response(msgspec.json.encode(is_scaling(self._mesh.instances_by_state())))

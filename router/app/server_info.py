@@ -52,9 +52,9 @@ class ServerInfo(msgspec.Struct):
 
 
 class Sleeping(msgspec.Struct):
-    """Answer of vLLM's ``/is_sleeping``: always false, since instances keep their memory."""
+    """Answer of vLLM's ``/is_sleeping``: whether instances are to give back memory."""
 
-    is_sleeping: bool = False
+    is_sleeping: bool
 
 
 def version_of(package: str) -> str:

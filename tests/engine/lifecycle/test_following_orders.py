@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,15 +11,20 @@ from coordinator.member_connection import MemberConnection
 from coordinator.messages import (
     InFlight,
     Load,
+    MemoryPart,
+    MeshSleep,
     PauseMode,
     StandingOrders,
     WeightUpdate,
     WeightVersion,
 )
+from coordinator.numerics import Arithmetic
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.lifecycle.following_orders import OrdersFollowing
 from engine.serving.server import Server
+from engine.weight_versions.contract import WeightsRefused
+from engine.weight_versions.updating import WeightsLost
 from tests.coordinator.membership.test_registry import register
 from tests.engine.core.test_engine_core import INFO, PEER, submit
 from tests.engine.simulated_executor import SimulatedExecutor
@@ -43,6 +49,32 @@ class Workers:
 
     def discard(self) -> None:
         return
+
+
+class SleepingWorkers(Workers):
+    """Weights and a cache whose memory can be given back."""
+
+    def __init__(self, core: Callable[[], EngineCore]) -> None:
+        super().__init__(core)
+        self.done: list[str] = []
+        self.may_read = threading.Event()
+        self.source_is_gone = False
+
+    def give_back(self, part: MemoryPart) -> bool:
+        assert not len(self._core()._steps), "a step is under way"
+        self.done.append(f"gave {part}")
+        return True
+
+    def prepare(self, directory: str, should_stop: Callable[[], bool]) -> str:
+        assert self.may_read.wait(20)
+        if self.source_is_gone:
+            raise WeightsRefused("there is no such directory")
+        self.done.append(f"read {directory or 'again'}")
+        return "digest"
+
+    def switch(self) -> None:
+        super().switch()
+        self.done.append("used")
 
 
 class Changing(SimulatedExecutor):
@@ -89,6 +121,28 @@ class Setting:
     def close(self) -> None:
         self.orders.close()
         self.server.close()
+
+
+class Sleepy(Changing):
+    """Can give back memory."""
+
+    def give_back(self, part: MemoryPart) -> bool:
+        assert isinstance(self.new_weights, SleepingWorkers)
+        return self.new_weights.give_back(part)
+
+    def arithmetic(self) -> list[Arithmetic]:
+        return []
+
+
+@pytest.fixture
+def sleepy() -> Iterator[tuple[Setting, SleepingWorkers]]:
+    executor = Sleepy(block_size=4, budget=32, max_rows=4, in_flight=2, computes_apart=True)
+    workers = SleepingWorkers(lambda: made.core)
+    executor.new_weights = workers
+    made = Setting(executor)
+    yield made, workers
+    workers.may_read.set()
+    made.close()
 
 
 @pytest.fixture
@@ -156,3 +210,75 @@ def test_weights_change_between_two_steps(
         made.run(20)
     assert made.core.is_empty
     assert made.core.scheduler.totals.generation_tokens == 8
+
+
+BOTH = (MemoryPart.KV_CACHE, MemoryPart.WEIGHTS)
+
+
+def asleep(*parts: MemoryPart, gives_back: bool = True) -> MeshSleep:
+    return MeshSleep(parts=parts, mode=PauseMode.KEEP, gives_back=gives_back)
+
+
+def test_memory_goes_when_all_stand_still_and_comes_back_before_the_first_step(
+    sleepy: tuple[Setting, SleepingWorkers],
+) -> None:
+    made, workers = sleepy
+    made.core.submit(PEER, submit(1))
+    made.core.step()
+    made.order(sleep=asleep(*BOTH, gives_back=False))
+    until(lambda: made.run(1) is None and made.orders.follow())
+    assert not workers.done, "others may still compute"
+    made.order(sleep=asleep(*BOTH))
+    assert made.orders.follow()
+    assert workers.done == ["gave kv_cache", "gave weights"]
+    assert not made.core.has_work
+    assert len(made.core.scheduler.queues.waiting) == 1, "its blocks are gone: it is computed again"
+    made.order(sleep=asleep(MemoryPart.KV_CACHE))
+    assert not made.orders.follow()
+    workers.may_read.set()
+    until(made.orders.follow)
+    assert workers.done[2:] == ["read again", "used"]
+    assert not made.core.has_work
+    made.order()
+    assert made.orders.follow()
+    assert made.core.has_work
+    made.order(sleep=asleep(MemoryPart.KV_CACHE))
+    until(lambda: made.run(1) is None and made.orders.follow())
+    assert workers.done[4:] == ["gave kv_cache"]
+
+
+def test_an_instance_that_missed_the_waking_reads_before_it_computes(
+    sleepy: tuple[Setting, SleepingWorkers],
+) -> None:
+    made, workers = sleepy
+    made.order(sleep=asleep(*BOTH))
+    assert made.orders.follow()
+    made.core.submit(PEER, submit(1))
+    made.order()
+    for _ in range(3):
+        assert not made.orders.follow()
+        assert not made.core.has_work
+    workers.may_read.set()
+    until(made.orders.follow)
+    assert made.core.has_work
+
+
+def test_an_instance_whose_weights_are_gone_ends(sleepy: tuple[Setting, SleepingWorkers]) -> None:
+    made, workers = sleepy
+    made.order(sleep=asleep(*BOTH))
+    assert made.orders.follow()
+    workers.source_is_gone = True
+    workers.may_read.set()
+    made.order()
+    with pytest.raises(WeightsLost, match="no such directory"):
+        until(made.orders.follow)
+
+
+def test_an_instance_that_cannot_give_memory_back_stands_still(fixed: Setting) -> None:
+    fixed.core.submit(PEER, submit(1))
+    fixed.order(sleep=asleep(*BOTH))
+    until(lambda: fixed.run(1) is None and fixed.orders.follow())
+    assert not fixed.core.has_work
+    fixed.order()
+    assert fixed.orders.follow()
+    assert fixed.core.has_work

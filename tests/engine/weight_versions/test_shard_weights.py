@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coordinator.messages import MemoryPart
 from engine.config import ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels.core import library
@@ -101,6 +102,41 @@ def test_a_version_of_some_tensors_is_the_whole_one_to_the_bit(tmp_path: Path) -
     assert weights.prepare(str(made)) == whole_digest([new / "model.safetensors"])
     weights.switch()
     assert answers(instance, wanted) == answers(load(new), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [("qwen3", {}), ("deepseek_v3", {}), ("llama", {"numerics": "torch", "batch_invariant": True})],
+)
+def test_memory_that_was_given_back_is_filled_again(
+    family: str, device: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights and cache of a sleeping instance, before and after an update."""
+    directory = make(family, tmp_path / "old")
+    new = trained(directory, tmp_path / "new")
+    wanted, instance = submits(directory), load(directory, **device)
+    executor = instance.executor
+    weights = executor.new_weights
+    before, after = answers(instance, wanted), answers(load(new, **device), wanted)
+
+    def sleep() -> None:
+        assert executor.give_back(MemoryPart.KV_CACHE)
+        stored = [tensor for tensors in executor._tensors for tensor in tensors if tensor.nbytes > 50_000]
+        assert stored
+        assert not any(tensor.view(torch.uint8).flatten()[4096:-4096].any() for tensor in stored)
+        assert executor.give_back(MemoryPart.WEIGHTS)
+        assert not sum(each.numel() for each in executor._model.module.parameters())
+
+    sleep()
+    assert weights.prepare("") == whole_digest([directory / "model.safetensors"])
+    weights.switch()
+    assert answers(instance, wanted) == before
+    weights.prepare(str(new))
+    weights.switch()
+    sleep()
+    assert weights.prepare("") == whole_digest([new / "model.safetensors"])
+    weights.switch()
+    assert answers(instance, wanted) == after
 
 
 def test_torchs_operators_get_new_weights(tmp_path: Path) -> None:

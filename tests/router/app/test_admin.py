@@ -13,6 +13,7 @@ import pytest
 from coordinator.messages import (
     Drain,
     InFlight,
+    MemoryPart,
     OperatorAnswer,
     OperatorCommand,
     PauseMode,
@@ -21,10 +22,12 @@ from coordinator.messages import (
     Scale,
     SetPause,
     SetRole,
+    SetSleep,
     StandingOrders,
     State,
     UpdateWeights,
     View,
+    WakeUp,
 )
 from coordinator.numerics import Numerics
 from coordinator.settings import flags
@@ -459,6 +462,42 @@ def test_weights_from_a_directory() -> None:
     assert ask(gate(world), "POST", url, json=body).status_code == 503
     assert ask(gate(world), "POST", url, json={"model_path": "new"}).status_code == 400
     assert ask(gate(world), "POST", url, json={}).status_code == 400
+
+
+@pytest.mark.usefixtures("quick")
+def test_sleep_of_vllm_and_sglang() -> None:
+    world = World(view(member("a", 0)))
+    world.answer = (200, "all instances are asleep")
+    app, both = gate(world), (MemoryPart.WEIGHTS, MemoryPart.KV_CACHE)
+    answer = ask(app, "POST", f"{ADMIN}/sleep?level=2&mode=wait")
+    assert answer.json() == {"message": "all instances are asleep", "success": True}
+    ask(app, "POST", f"{ADMIN}/sleep?tags=weights")
+    ask(app, "POST", f"{ADMIN}/release_memory_occupation", json={"tags": ["kv_cache"]})
+    ask(app, "POST", f"{ADMIN}/release_memory_occupation", json={"tags": None})
+    asked = [(each.parts, each.level, each.mode) for each in world.wishes if isinstance(each, SetSleep)]
+    assert asked == [
+        (both, 2, PauseMode.WAIT),
+        ((MemoryPart.WEIGHTS,), 1, PauseMode.ABORT),
+        ((MemoryPart.KV_CACHE,), 1, PauseMode.KEEP),
+        (both, 1, PauseMode.KEEP),
+    ]
+    world.wishes.clear()
+    ask(app, "POST", f"{ADMIN}/wake_up")
+    ask(app, "POST", f"{ADMIN}/wake_up?tags=weights&tags=kv_cache")
+    ask(app, "POST", f"{ADMIN}/resume_memory_occupation", json={"tags": ["weights"]})
+    woken = [each.parts for each in world.wishes if isinstance(each, WakeUp)]
+    assert woken == [(), both, (MemoryPart.WEIGHTS,)]
+    for path in (
+        "/sleep?level=0",
+        "/sleep?level=x",
+        "/sleep?mode=never",
+        "/sleep?tags=graphs",
+        "/wake_up?tags=x",
+    ):
+        assert ask(app, "POST", f"{ADMIN}{path}").status_code == 400
+    world.answer = (409, "instances with spread experts cannot sleep yet")
+    assert ask(app, "POST", f"{ADMIN}/sleep").status_code == 409
+    assert ask(app, "POST", f"{ENDPOINT}/sleep").status_code == 404
 
 
 def test_requests_that_are_to_end() -> None:

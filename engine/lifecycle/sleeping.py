@@ -1,0 +1,140 @@
+"""Memory that an instance gives back while the mesh sleeps, and takes back when it wakes up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+
+from coordinator.messages import InFlight, MemoryPart, StandingOrders
+from engine.core import EngineCore
+from engine.host.background import Chores
+from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
+from engine.weight_versions.requests_in_flight import RequestsInFlight
+from engine.weight_versions.updating import WeightsLost
+
+logger = logging.getLogger(__name__)
+
+
+def keep_memory(part: MemoryPart) -> bool:
+    """Stands for an executor that cannot give memory back."""
+    return False
+
+
+class ReadsAgain(Protocol):
+    """Weights of an instance that can be read again."""
+
+    def read_again(self, should_stop: Callable[[], bool]) -> None:
+        """Read the version in use; in a background thread."""
+        ...
+
+    def use_again(self) -> None:
+        """Use what was read from the next step on."""
+        ...
+
+
+class Sleeping:
+    """Follows the sleep of the standing orders, asked in each turn while nothing is computed."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        give_back: Callable[[MemoryPart], bool],
+        weights: ReadsAgain,
+        wake_loop: Callable[[], None],
+    ) -> None:
+        """``give_back``: gives memory back between two steps; False if it stays, as on devices.
+
+        ``wake_loop`` is called from any thread.
+        """
+        self._core = core
+        self._give = give_back
+        self._weights = weights
+        self._requests = RequestsInFlight(core.scheduler, core.admission, core.sharing)
+        self._wake_loop = wake_loop
+        self._given: set[MemoryPart] = set()
+        """Parts that this instance is without."""
+        self._has_forgotten = False
+        """Whether no block has a name any more, so that its memory may go."""
+        self._reading = self._is_read = False
+        self._problem = ""
+        self._chores = Chores("waking")
+
+    def __repr__(self) -> str:
+        return f"<Sleeping without {' and '.join(sorted(self._given)) or 'nothing'}>"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no part of the memory is given back."""
+        return not self._given
+
+    def follow(self, orders: StandingOrders) -> bool:
+        """Give memory back, or take it back; returns whether that is done.
+
+        Raises:
+            WeightsLost: the weights cannot be read again.
+        """
+        sleep = orders.sleep
+        if sleep is not None and not sleep.gives_back:
+            return True  # first all stand still
+        wanted = set() if sleep is None else set(sleep.parts)
+        for part in sorted(wanted - self._given):
+            if not self._give_back(part):
+                return False
+        if MemoryPart.KV_CACHE not in wanted:
+            self._given.discard(MemoryPart.KV_CACHE)  # its pages come when they are written
+        return MemoryPart.WEIGHTS in wanted or MemoryPart.WEIGHTS not in self._given or self._take_back()
+
+    def close(self) -> None:
+        """Stop reading weights."""
+        self._problem = "this instance ends"
+        self._chores.close()
+
+    def _give_back(self, part: MemoryPart) -> bool:
+        if part is MemoryPart.KV_CACHE and not self._has_forgotten:
+            self._requests.go_over(self._core.sharing.weights, InFlight.RECOMPUTE)
+            self._has_forgotten = True
+        if part is MemoryPart.KV_CACHE and self._core.sharing.is_lending:
+            return False  # a transfer reads or writes blocks
+        before = _resident()
+        self._has_forgotten = False
+        if not self._give(part):
+            logger.warning("asleep, but the memory of %s stays: it cannot be given back here", part)
+        else:
+            self._given.add(part)
+            logger.info("asleep: memory of %s given back, %.0f MiB less in use", part, before - _resident())
+        return True
+
+    def _take_back(self) -> bool:
+        """Read the weights in the background; returns whether they are in use."""
+        if self._problem:
+            raise WeightsLost(f"the weights given back while asleep cannot be read again: {self._problem}")
+        if self._is_read:
+            self._weights.use_again()
+            self._reading = self._is_read = False
+            self._given.discard(MemoryPart.WEIGHTS)
+            return True
+        if not self._reading:
+            self._reading = True
+            self._chores.put(self._read)
+        return False
+
+    def _read(self) -> None:
+        try:
+            self._weights.read_again(lambda: bool(self._problem))
+            self._is_read = True
+        except WeightsSuperseded:
+            pass
+        except WeightsRefused as error:
+            self._problem = str(error)
+        except Exception as error:
+            logger.exception("the weights could not be read again")
+            self._problem = str(error) or type(error).__name__
+        self._wake_loop()
+
+
+def _resident() -> float:
+    """Memory of this process, in MiB."""
+    return float(psutil.Process().memory_info().rss) / 2**20
