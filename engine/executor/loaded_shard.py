@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 from engine.attention import Backend
+from engine.compute.fixed_blocks import FixedBlocks
 from engine.config import EngineConfig
 from engine.executor_contract import Progress
+from engine.gpu.coded_parameter import coded_of
 from engine.host.cores import has_gpu
 from engine.kernels.core import library
 from engine.kernels.make import KeptForms, kept_by_torch, kept_of
@@ -22,6 +24,7 @@ from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
 from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare
+from engine.model.experts_function import fix_experts
 from engine.model.gguf.directory import SUFFIX
 from engine.model.host_digest import HostDigest, host_digest
 from engine.model.sharding.shard import Shard
@@ -220,6 +223,19 @@ class LoadedShard:
         device = torch.device("cuda", place)
         torch.cuda.set_device(device)
         return device
+
+    def _fix_tiles(self, model: LoadedModel) -> FixedBlocks:
+        """Context in which Triton kernels compute, with tiles independent of the number of rows."""
+        if any(map(coded_of, model.module.parameters())):
+            raise CheckpointError(
+                "--batch-invariant: tiles of packed weights follow the number of rows on a GPU. Leave the "
+                "flag out, use a checkpoint that is not quantised, or compute on the CPU (--device cpu)"
+            )
+        from engine.compute.device_blocks import DeviceBlocks  # loads triton
+
+        self._backend = "TRITON_FIXED"
+        fix_experts(model.module)
+        return DeviceBlocks(model.device)
 
     @property
     def _longest(self) -> int:

@@ -34,7 +34,6 @@ from engine.config import EngineConfig
 from engine.config.scheduler import most_tokens
 from engine.executor.cache_staging import CacheStaging
 from engine.executor.spread_shard import KERNEL_COPIES, SpreadShard
-from engine.gpu.coded_parameter import coded_of
 from engine.gpu.copy_stream import CudaCopyStream
 from engine.host import memory
 from engine.host.cache_size import left_beside, share_of_device
@@ -46,7 +45,7 @@ from engine.kernels.core import library
 from engine.kernels.lowering.buffers import BufferRoom
 from engine.kernels.make import bytes_for_program, kept_by_torch, make_program
 from engine.model.checkpoint import CheckpointError, ModelInfo
-from engine.model.experts_function import fix_experts, sum_experts_in_order
+from engine.model.experts_function import sum_experts_in_order
 from engine.model.sharding.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel
 from engine.numerics import native_kind
@@ -283,19 +282,6 @@ class UniExecutor(SpreadShard):
             model.states.around = self._fixed.in_one_shape
         invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
-
-    def _fix_tiles(self, model: LoadedModel) -> FixedBlocks:
-        """Context in which Triton kernels compute, with tiles independent of the number of rows."""
-        if any(map(coded_of, model.module.parameters())):
-            raise CheckpointError(
-                "--batch-invariant: tiles of packed weights follow the number of rows on a GPU. Leave the "
-                "flag out, use a checkpoint that is not quantised, or compute on the CPU (--device cpu)"
-            )
-        from engine.compute.device_blocks import DeviceBlocks  # loads triton
-
-        self._backend = "TRITON_FIXED"
-        fix_experts(model.module)
-        return DeviceBlocks(model.device)
 
     def block_memory(self) -> CacheMemory | None:
         """See :class:`.Executor`; None on a device, unless its blocks are to move."""

@@ -142,12 +142,6 @@ class Program:
         self.continuation = None
         self._lists.clear()
 
-    def give_back_weights(self) -> None:
-        """Let go of the weights until :meth:`replace_weights`; no step comes before that."""
-        self.laid_out.give_back()
-        self.continuation = None
-        self._lists.clear()
-
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values in this cache from now on."""
         self._cache, self._room = cache, self._room._replace(own=0)

@@ -9,7 +9,7 @@ from coordinator.member_connection import MemberConnection
 from coordinator.messages import InFlight, WeightUpdate, WeightVersion
 from engine.core import EngineCore
 from engine.executor_contract import Executor
-from engine.lifecycle.sleeping import Sleeping, keep_memory
+from engine.lifecycle.sleeping import SleepFollowing, keep_memory
 from engine.serving.server import Server
 from engine.weight_versions.contract import WeightsRefused
 from engine.weight_versions.instance_weights import InstanceWeights
@@ -62,7 +62,7 @@ class OrdersFollowing:
         versions = self._versions(executor)
         self._updating = WeightsUpdating(versions, server.wake)
         give_back = getattr(executor, "give_back", keep_memory)
-        self._sleeping = Sleeping(core, give_back, versions, server.wake)
+        self._sleeping = SleepFollowing(core, give_back, versions, server.wake)
         membership.follow_orders(server.wake)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Memory that an instance gives back while the mesh sleeps, and takes back when it wakes up."""
+"""Memory that an instance gives back while the mesh sleeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReadsAgain(Protocol):
         ...
 
 
-class Sleeping:
+class SleepFollowing:
     """Follows the sleep of the standing orders, asked in each turn while nothing is computed."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Sleeping:
         self._chores = Chores("waking")
 
     def __repr__(self) -> str:
-        return f"<Sleeping without {' and '.join(sorted(self._given)) or 'nothing'}>"
+        return f"<SleepFollowing without {' and '.join(sorted(self._given)) or 'nothing'}>"
 
     @property
     def is_whole(self) -> bool:

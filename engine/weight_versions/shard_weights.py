@@ -115,9 +115,9 @@ class ShardWeights:
         self._source = self._next_source
 
     def give_back(self) -> bool:
-        """Let go of the weights in use, between two steps; False if they cannot be read again.
+        """Let go of the weights in use; False if they cannot be read again.
 
-        No step comes before they are prepared again, and switched to.
+        Called between two steps; none comes before they are prepared again, and switched to.
         """
         try:
             self._check_model()
@@ -125,7 +125,8 @@ class ShardWeights:
             logger.warning("weights stay in memory: %s", error)
             return False
         if self._program is not None:
-            self._program.give_back_weights()
+            self._program.laid_out.give_back()
+            self._program.replace_weights(self._program.laid_out)  # lists of steps have their addresses
         for tensor in (
             dict(self._model.module.named_parameters()) | _kept_buffers(self._model.module)
         ).values():

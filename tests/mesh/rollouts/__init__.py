@@ -1,0 +1,1 @@
+"""Meshes that a training loop steers: weights in parts, sleep."""
