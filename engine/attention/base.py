@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ import torch
 from engine.attention.current_call import CURRENT
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes
 from engine.gpu.late_rotary import LATE
+
+if TYPE_CHECKING:
+    from engine.attention.packed_tokens import PromptSize
 
 PLAN_KEYWORD = "attention_plan"
 """Name under which the plan travels through ``model(...)`` to the attention function."""
@@ -275,14 +278,55 @@ class DecodeBuffers(Protocol):
         ...
 
 
+class PromptBuffers(Protocol):
+    """Buffers of steps with prompts at fixed device addresses, which captured graphs read."""
+
+    inputs: torch.Tensor
+    """[2, tokens] int64, token ids and positions of the step that has a plan."""
+    wanted: torch.Tensor
+    """[tokens or fewer] int64, the tokens whose logits that step gives."""
+    chosen: torch.Tensor
+    """As :attr:`DecodeBuffers.chosen`."""
+
+    def fill(
+        self,
+        rows: PackedRows,
+        size: PromptSize,
+        input_ids: Int64s,
+        wanted: Int64s,
+        sources: Int64s | None = None,
+    ) -> None:
+        """Fill in the next step, which fits ``size``.
+
+        Args:
+            rows: those of one token first.
+            size: to which the step is filled up.
+            input_ids: [tokens].
+            wanted: numbers of packed tokens; behind them come others.
+            sources: [rows], see :meth:`DecodeBuffers.fill`; those of longer rows do not count.
+        """
+        ...
+
+    def plan(self, size: PromptSize) -> AttentionPlan:
+        """Plan of the step that was filled in; see :meth:`DecodeBuffers.plan`."""
+        ...
+
+
 class CapturableAttention(PagedAttention, Protocol):
-    """Paged attention whose decode steps can be captured."""
+    """Paged attention whose steps can be captured."""
 
     def decode_buffers(self, max_rows: int, max_tokens: int, most_chosen: int = 0) -> DecodeBuffers:
         """Buffers for up to ``max_rows`` rows.
 
         None of their contexts has more than ``max_tokens`` tokens. No step chooses more than ``most_chosen``
         tokens, or ``max_rows`` if that is more.
+        """
+        ...
+
+    def prompt_buffers(self, largest: PromptSize, max_tokens: int, most_chosen: int = 0) -> PromptBuffers:
+        """Buffers for steps with prompts, once each layer has attended in a step.
+
+        ``largest`` has the largest of each number of their sizes. For the others see :meth:`decode_buffers`.
         """
         ...
 

@@ -81,6 +81,63 @@ def take_apart(
     tl.store(slots + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
 
 
+STEP_NUMBERS = [
+    "input_width", "table_width", "null_block", "num_tokens", "num_rows", "num_wanted", "wanted_at",
+    "tables_at",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=STEP_NUMBERS)
+def take_tokens_apart(
+    packed,
+    chosen,
+    inputs,
+    slots,
+    wanted,
+    tables,
+    input_width,
+    table_width,
+    null_block,
+    num_tokens,
+    num_rows,
+    num_wanted,
+    wanted_at,
+    tables_at,
+    BLOCK_SIZE: tl.constexpr,
+    HEADER: tl.constexpr,
+    LINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take apart a packed step with prompts: programs of tokens, then of rows, and one more.
+
+    The array is that of :mod:`engine.attention.packed_tokens`. Written are inputs [2, input_width] (token ids
+    and positions) and slots, by token; tables [num_rows, table_width], by row; and wanted.
+    """
+    program = tl.program_id(0)
+    width = tl.load(packed)
+    if program < num_tokens:
+        line = packed + HEADER + program * LINE
+        token, source = tl.load(line).to(tl.int64), tl.load(line + 1)
+        position, row = tl.load(line + 2), tl.load(line + 3)
+        token = tl.load(chosen + source, mask=source >= 0, other=token)
+        place = tables_at + row.to(tl.int64) * width + position // BLOCK_SIZE
+        block = tl.load(packed + place, mask=row >= 0, other=null_block).to(tl.int64)
+        tl.store(inputs + program, token)
+        tl.store(inputs + input_width + program, position.to(tl.int64))
+        tl.store(slots + program, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    elif program < num_tokens + num_rows:
+        row = (program - num_tokens).to(tl.int64)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            blocks = tl.load(packed + tables_at + row * width + column, mask=column < width, other=0)
+            tl.store(tables + row * table_width + column, blocks, mask=column < width)
+    else:
+        for start in range(0, num_wanted, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            number = tl.load(packed + wanted_at + index, mask=index < num_wanted, other=0)
+            tl.store(wanted + index, number.to(tl.int64), mask=index < num_wanted)
+
+
 STEP_SIZES = ["table_width"]
 STEP_ADDRESSES = ["part_sums", "part_peaks", "part_totals"]
 TILE_ADDRESSES = ["tile_rows", "tile_tokens", "tile_counts", "tile_positions"]
@@ -310,7 +367,7 @@ def attend(
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=[*STEP_ADDRESSES, "tile_tokens", "tile_positions"])
+@triton.jit(do_not_specialize_on_alignment=[*STEP_ADDRESSES, "tile_tokens", "tile_counts", "tile_positions"])
 def merge(
     part_sums,
     part_peaks,
@@ -318,6 +375,7 @@ def merge(
     sinks,
     attended,
     tile_tokens,
+    tile_counts,
     tile_positions,
     window,
     HEADS: tl.constexpr,
@@ -330,7 +388,7 @@ def merge(
 ):
     """Program (tile, head): merge the parts of a context that :func:`attend` left.
 
-    They become one line of attended [tokens, heads, value_dim].
+    They become one line of attended [tokens, heads, value_dim]. A tile without queries has none.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tile_tokens + tile).to(tl.int64)
@@ -347,7 +405,8 @@ def merge(
     if WINDOWED:
         seen, begin = tl.minimum(end, window), tl.maximum(end - window, 0)
     share = keys_per_part(seen, PART_KEYS, MOST_PARTS)
-    for number in range(tl.cdiv(end, share) - begin // share):
+    parts = tl.cdiv(end, share) - begin // share
+    for number in range(parts * tl.minimum(tl.load(tile_counts + tile), 1)):
         part = (number * tl.num_programs(0) + tile) * HEADS + head
         peak, total, shrink, grow = merged(
             peak, total, tl.load(part_peaks + part), tl.load(part_totals + part)
@@ -355,4 +414,6 @@ def merge(
         line = part_sums + part.to(tl.int64) * VALUE_DIM + v
         sums = sums * shrink + tl.load(line, mask=in_value, other=0.0) * grow
     line = (token * HEADS + head) * VALUE_DIM + v
-    tl.store(attended + line, (sums / total).to(attended.dtype.element_ty), mask=in_value)
+    found = sums / tl.where(total == 0.0, 1.0, total)  # 0: no queries
+    is_used = tl.load(tile_counts + tile) + v * 0 > 0
+    tl.store(attended + line, found.to(attended.dtype.element_ty), mask=in_value & is_used)

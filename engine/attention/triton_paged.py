@@ -10,8 +10,10 @@ the slots to write, the block tables and four numbers per tile; no mask, and not
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,10 +22,14 @@ from engine.attention import splits
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
 from engine.attention.packed_rows import HEADER, pack_lines
+from engine.attention.packed_tokens import PromptSize, tiles_of_longer_rows
 from engine.attention.paged_tensors import PagedTensors
 from engine.attention.transfer import upload
 from engine.gpu import fused_launches
 from engine.gpu.late_rotary import LateRotation
+
+if TYPE_CHECKING:
+    from engine.attention.prompt_buffers import TritonPromptBuffers
 
 SMALLEST_PRODUCT = 16
 """Tensor cores multiply matrices with at least so many rows and columns."""
@@ -53,6 +59,12 @@ class Tiles:
     longest: int
     """Most tokens of a context among them."""
 
+    @staticmethod
+    def of(arrays: torch.Tensor, longest: int) -> Tiles:
+        """Tiles from arrays [4, tiles]."""
+        rows, tokens, counts, positions = arrays.unbind()
+        return Tiles(rows, tokens, counts, positions, longest)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -69,6 +81,8 @@ class TritonPagedAttention(PagedTensors):
 
     Contexts of longer rows then have the parts that those of single tokens have.
     """
+    kinds_of_tiles: set[int] = field(default_factory=set, init=False)
+    """Queries per tile of longer rows, of the layers that have attended so far."""
 
     def __post_init__(self) -> None:
         self.null_block = self.num_blocks
@@ -89,24 +103,44 @@ class TritonPagedAttention(PagedTensors):
         if rows.num_single:
             starts = rows.starts[: rows.num_single]
             order = np.arange(rows.num_single)
-            singles = self.tiles(order, order, np.ones_like(order), starts)
+            singles = self.tiles(np.stack([order, order, np.ones_like(order), starts]))
+        tables = upload(rows.block_tables, self.device)
+
+        @cache
+        def longer(queries: int) -> Tiles | None:
+            if rows.num_single == len(rows.starts):
+                return None
+            return self.tiles(tiles_of_longer_rows(rows, queries))
+
         return TritonAttentionPlan(
-            self, upload(slots, self.device), upload(rows.block_tables, self.device), singles, rows
+            self,
+            upload(slots, self.device),
+            tables,
+            singles,
+            longer,
+            lambda: upload(rows.positions, self.device),
         )
 
     def slots(self, blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], positions: Int64s) -> Int64s:
         """Cache slots of the tokens at these positions, in these blocks."""
         return blocks.astype(np.int64) * self.block_size + positions % self.block_size
 
-    def tiles(self, rows: Int64s, tokens: Int64s, counts: Int64s, positions: Int64s) -> Tiles:
-        """Tiles from arrays [tiles] on the host, uploaded."""
-        longest = int((positions + counts).max())
-        arrays = upload(np.stack([rows, tokens, counts, positions]).astype(np.int32), self.device)
-        return Tiles(arrays[0], arrays[1], arrays[2], arrays[3], longest)
+    def tiles(self, tiles: Int64s) -> Tiles:
+        """Tiles from arrays [4, tiles] on the host, uploaded."""
+        longest = int((tiles[2] + tiles[3]).max())
+        return Tiles.of(upload(tiles.astype(np.int32), self.device), longest)
 
     def decode_buffers(self, max_rows: int, max_tokens: int, most_chosen: int = 0) -> TritonDecodeBuffers:
         """See ``base.CapturableAttention``."""
         return TritonDecodeBuffers(self, max_rows, max_tokens, most_chosen)
+
+    def prompt_buffers(
+        self, largest: PromptSize, max_tokens: int, most_chosen: int = 0
+    ) -> TritonPromptBuffers:
+        """See ``base.CapturableAttention``."""
+        from engine.attention.prompt_buffers import TritonPromptBuffers
+
+        return TritonPromptBuffers(self, largest, max_tokens, most_chosen)
 
     def splits(self, num_tiles: int, layer: LayerShape, longest: int, parts: int) -> int:
         """Number of programs that share the parts of the context of each query."""
@@ -132,27 +166,26 @@ class TritonAttentionPlan:
         slots: torch.Tensor,
         tables: torch.Tensor,
         singles: Tiles | None,
-        rows: PackedRows | None = None,
+        longer: Callable[[int], Tiles | None],
+        positions: Callable[[], torch.Tensor],
     ) -> None:
         """``slots`` [tokens], ``tables`` [rows, width] on the device.
 
-        ``rows``: of the step, if it has rows of more than one token.
+        ``longer``: rows of more than one token, cut into tiles of so many queries; None if there are none.
+        ``positions`` [tokens], on the device once they are asked for.
         """
         self.use = cache.use
         self._cache = cache
         self._slots = slots
         self._tables = tables
         self._singles = singles
-        self._rows = rows
-        self._long_tiles: dict[int, Tiles | None] = {}
+        self._longer = longer
+        self._positions = positions
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """See ``base.AttentionPlan``."""
-        if self._rows is not None:
-            return upload(self._rows.positions, self._cache.device)
-        assert self._singles is not None
-        return self._singles.positions
+        return self._positions()
 
     def attend(
         self,
@@ -178,41 +211,11 @@ class TritonAttentionPlan:
             launch.attend(query, attended, self._tables, self._singles)
         group = heads // shape.kv_heads
         queries = queries_per_tile(group, query.dtype, fixed=cache.fixed)
-        long_tiles = self._tiles_of(queries)
+        cache.kinds_of_tiles.add(queries)
+        long_tiles = self._longer(queries)
         if long_tiles is not None:
             launch.attend(query, attended, self._tables, long_tiles, queries)
         return attended
-
-    def _tiles_of(self, queries: int) -> Tiles | None:
-        """The longer rows, cut into tiles of so many queries.
-
-        Layers with equally many heads share them.
-        """
-        if queries not in self._long_tiles:
-            self._long_tiles[queries] = self._cut(queries)
-        return self._long_tiles[queries]
-
-    def _cut(self, queries: int) -> Tiles | None:
-        rows = self._rows
-        if rows is None or rows.num_single == len(rows.starts):
-            return None
-        pieces = [
-            (row, *piece)
-            for row in range(rows.num_single, len(rows.starts))
-            for piece in splits.with_equal_parts(int(rows.starts[row]), int(rows.counts[row]))
-        ]
-        row_of_piece, starts, counts = (np.array(column) for column in zip(*pieces, strict=True))
-        per_piece = -(-counts // queries)
-        piece = np.repeat(np.arange(len(pieces)), per_piece)
-        offset = (np.arange(len(piece)) - np.repeat(np.cumsum(per_piece) - per_piece, per_piece)) * queries
-        row, positions = row_of_piece[piece], starts[piece] + offset
-        first_tokens = np.cumsum(rows.counts) - rows.counts
-        return self._cache.tiles(
-            row,
-            first_tokens[row] + positions - rows.starts[row],
-            np.minimum(counts[piece] - offset, queries),
-            positions,
-        )
 
 
 class TritonDecodeBuffers:
@@ -255,7 +258,9 @@ class TritonDecodeBuffers:
             HEADER=HEADER,
         )
         tiles = Tiles(order, order, self._ones[:size], positions, self._max_tokens)
-        return TritonAttentionPlan(self._cache, slots, lines[:, HEADER:], tiles)
+        return TritonAttentionPlan(
+            self._cache, slots, lines[:, HEADER:], tiles, lambda _queries: None, lambda: positions
+        )
 
 
 class _Launch:
@@ -362,6 +367,7 @@ class _Launch:
             attended if self.sinks is None else self.sinks,
             attended,
             tiles.tokens,
+            tiles.counts,
             tiles.positions,
             shape.window or 0,
             HEADS=self.heads,

@@ -1,16 +1,15 @@
 """Decode steps as captured graphs, for some numbers of rows, replayed in the same memory.
 
 A step whose rows have one token each is padded to the next captured size. The rows that fill it up read and
-write a KV block that belongs to no request, and their logits are cut off. Everything else is launched kernel
-by kernel. What captures is an argument: :class:`CudaCapture` on a GPU; in tests, a function that only
-computes again, so that all but the capture itself is tested without a GPU.
+write a KV block that belongs to no request, and their logits are cut off. Steps with prompts are captured by
+:mod:`engine.compute.prompt_graphs`, all others launched kernel by kernel. What captures is an argument:
+:class:`CudaCapture` on a GPU; in tests, a function that only computes again, so that all but the capture
+itself is tested without a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,8 +23,6 @@ from engine.attention.transfer import upload
 from engine.compute.followed_tokens import FollowedTokens
 from engine.compute.graph_sizes import size_for
 from engine.model.weights import LoadedModel
-
-logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest relative difference of a row's logits with and without a graph.
@@ -211,7 +208,8 @@ class DecodeGraphs:
         positions = np.arange(length)
         table = np.arange(length // block_size, dtype=np.int32)[None]
         packed = PackedRows(np.zeros(1, dtype=np.int64), np.array([length]), table, positions, 0)
-        self._eager(packed, numbers.integers(0, self._model.vocab_size, length), wanted=positions[-1:])
+        ids = numbers.integers(0, self._model.vocab_size, length)
+        eager_logits(self._model, self._cache, packed, ids, wanted=positions[-1:])
 
     def _differences(
         self, num_rows: int, width: int, block_size: int, numbers: np.random.Generator
@@ -226,25 +224,38 @@ class DecodeGraphs:
         starts = numbers.integers(shared, min(shared + block_size, self._max_tokens), num_rows)
         packed = PackedRows(starts, np.ones_like(starts), tables, starts, num_rows)
         ids = numbers.integers(0, self._model.vocab_size, num_rows)
-        expected = self._eager(packed, ids).float()
+        expected = eager_logits(self._model, self._cache, packed, ids).clone()
         found = self.forward(packed, ids)
         assert found is not None
-        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        return (found.float() - expected).norm(dim=-1) / spread.clamp(min=1e-6)
+        return relative_differences(found, expected)
 
-    def _eager(self, packed: PackedRows, ids: Int64s, wanted: Int64s | None = None) -> torch.Tensor:
-        """Logits of the wanted tokens, or of all, without graphs."""
-        device = self._model.device
-        keep = {} if wanted is None else {"logits_to_keep": upload(wanted, device)}
-        return self._model.stage.forward(
-            self._model.module,
-            None,
-            input_ids=upload(ids, device).unsqueeze(0),
-            position_ids=upload(packed.positions, device).unsqueeze(0),
-            use_cache=False,
-            **keep,
-            **{PLAN_KEYWORD: self._cache.plan(packed)},
-        )
+
+def eager_logits(
+    model: LoadedModel,
+    cache: CapturableAttention,
+    packed: PackedRows,
+    ids: Int64s,
+    wanted: Int64s | None = None,
+) -> torch.Tensor:
+    """Logits of the wanted tokens of a step, or of all, without graphs."""
+    device = model.device
+    keep = {} if wanted is None else {"logits_to_keep": upload(wanted, device)}
+    return model.stage.forward(
+        model.module,
+        None,
+        input_ids=upload(ids, device).unsqueeze(0),
+        position_ids=upload(packed.positions, device).unsqueeze(0),
+        use_cache=False,
+        **keep,
+        **{PLAN_KEYWORD: cache.plan(packed)},
+    )
+
+
+def relative_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative differences [rows] of logits."""
+    wide = expected.float()
+    spread = (wide - wide.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return (found.float() - wide).norm(dim=-1) / spread.clamp(min=1e-6)
 
 
 def _checked_blocks(num_rows: int, num_blocks: int, block_size: int, max_tokens: int) -> int:
@@ -254,40 +265,3 @@ def _checked_blocks(num_rows: int, num_blocks: int, block_size: int, max_tokens:
     """
     wanted, longest = -(-CHECKED_TOKENS // block_size), -(-max_tokens // block_size)
     return min(wanted, longest, num_blocks - num_rows + 1)
-
-
-def make_graphs(
-    model: LoadedModel,
-    cache: CapturableAttention,
-    sizes: Sequence[int],
-    *,
-    num_blocks: int,
-    block_size: int,
-    max_tokens: int,
-    capture: Capture,
-    most_chosen: int = 0,
-) -> DecodeGraphs | None:
-    """Checked graphs, or None where steps are computed without; the reason is logged."""
-    if not model.stage.shard.is_whole or model.experts is not None:
-        logger.info("CUDA graphs: off, since a step waits for other workers in between")
-        return None
-    if not sizes:
-        return None
-    began = time.monotonic()
-    graphs = DecodeGraphs(model, cache, sizes, max_tokens, most_chosen)
-    try:
-        graphs.capture(capture)
-        difference = graphs.check(num_blocks, block_size)
-    except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
-        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0][:200]
-        logger.warning("CUDA graphs: off, this model's step cannot be captured: %s", reason)
-        return None
-    if not difference <= TOLERANCE.get(model.dtype, 0.05):
-        logger.warning("CUDA graphs: off, results differ by %.2g from those without", difference)
-        return None
-    logger.info(
-        "CUDA graphs: decode steps of %s rows, captured in %.1f s",
-        ", ".join(map(str, sizes)),
-        time.monotonic() - began,
-    )
-    return graphs

@@ -32,7 +32,7 @@ from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
     from engine.adapters.held import HeldAdapters
-    from engine.compute.decode_graphs import DecodeGraphs
+    from engine.compute.step_graphs import StepGraphs
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
 
@@ -49,7 +49,7 @@ class ModelRunner:
         cache: PagedAttention | None,
         block_size: int,
         program: Program | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         *,
         row_by_row: bool = False,
         adapters: HeldAdapters | None = None,
@@ -268,10 +268,9 @@ class ModelRunner:
         assert self._cache is not None
         device = self._model.device
         if self._graphs is not None:
-            logits = self._graphs.forward(packed, input_ids, followed)
+            logits = self._graphs.forward(packed, input_ids, wanted, followed)
             if logits is not None:
-                every = len(wanted) == len(logits) and bool((wanted == np.arange(len(wanted))).all())
-                return logits if every else logits.index_select(0, upload(wanted, device))
+                return logits
         ids = upload(input_ids, device)
         if followed is not None:
             followed.fill(ids)

@@ -164,6 +164,13 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "steps are filled up. Unset: 1, 2, 4, 8, then every 8 up to --max-num-seqs, at most 512."
         ),
     ] = ()
+    cudagraph_prompt_sizes: Annotated[
+        tuple[Count, ...],
+        flag(
+            help="Numbers of tokens for which steps with prompts are captured as CUDA graphs; smaller "
+            "steps are filled up. Unset: nine from 64 to 2048. With 1 alone none is captured."
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         self._check_balancing()
@@ -173,8 +180,9 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--numerics {self.numerics} means native kernels for a CPU, which "
                 f"{'--device cuda' if self.device == 'cuda' else backend} rules out: drop one of the two"
             )
-        if self.enforce_eager and self.cudagraph_capture_sizes:
-            raise ValueError("--enforce-eager captures nothing: drop it, or --cudagraph-capture-sizes")
+        if self.enforce_eager and (self.cudagraph_capture_sizes or self.cudagraph_prompt_sizes):
+            name = "capture" if self.cudagraph_capture_sizes else "prompt"
+            raise ValueError(f"--enforce-eager captures nothing: drop it, or --cudagraph-{name}-sizes")
         if self.distributed_executor_backend == "uni" and self.num_workers > 1:
             raise ValueError(
                 f"--distributed-executor-backend uni runs one worker, -tp {self.tensor_parallel_size} -pp "

@@ -26,10 +26,11 @@ from engine.attention.base import (
 )
 from engine.attention.torch_paged import gather_bytes
 from engine.compute import invariance
-from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
+from engine.compute.decode_graphs import CudaCapture
 from engine.compute.fixed_blocks import FixedBlocks
-from engine.compute.graph_sizes import capture_sizes
+from engine.compute.graph_sizes import capture_sizes, prompt_sizes
 from engine.compute.runner import ModelRunner, Pending, sampler_of
+from engine.compute.step_graphs import StepGraphs, make_graphs
 from engine.config import EngineConfig
 from engine.config.scheduler import most_tokens
 from engine.executor.cache_staging import CacheStaging
@@ -369,7 +370,7 @@ class UniExecutor(SpreadShard):
             memory=None if memory is None else memory.zeros,
         )
 
-    def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> DecodeGraphs | None:
+    def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> StepGraphs | None:
         model, settings = self._model, self._config.device
         assert model is not None, "load() comes first"
         if model.device.type != "cuda" or settings.enforce_eager:
@@ -377,20 +378,24 @@ class UniExecutor(SpreadShard):
         if self._backend not in ("TRITON_ATTN", "TRITON_FIXED"):
             logger.info("CUDA graphs: off, TORCH_SDPA gathers contexts, whose sizes change")
             return None
-        block_size = self._config.cache.block_size
+        block_size, scheduler = self._config.cache.block_size, self._config.scheduler
+        requests = scheduler.most_requests()
         return make_graphs(
             model,
             cast(CapturableAttention, cache),
             capture_sizes(
                 settings.cudagraph_capture_sizes,
-                self._config.scheduler.most_requests(),
-                each_small=self._config.scheduler.performance_mode == "interactivity",
+                requests,
+                each_small=scheduler.performance_mode == "interactivity",
             ),
             num_blocks=num_blocks,
             block_size=block_size,
             max_tokens=min(self._longest, num_blocks * block_size),
-            most_chosen=self._config.scheduler.most_requests(),
+            most_chosen=requests,
             capture=CudaCapture(model.device),
+            prompt_sizes=prompt_sizes(
+                settings.cudagraph_prompt_sizes, requests, most_tokens(scheduler.token_budget())
+            ),
         )
 
     @property

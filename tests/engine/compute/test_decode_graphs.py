@@ -12,9 +12,10 @@ import torch
 from engine.attention import why_not_triton
 from engine.attention.base import PackedRows
 from engine.compute import decode_graphs
-from engine.compute.decode_graphs import Capture, Compute, CudaCapture, DecodeGraphs, make_graphs
+from engine.compute.decode_graphs import Capture, Compute, CudaCapture, DecodeGraphs
 from engine.compute.graph_sizes import capture_sizes, size_for
 from engine.compute.runner import ModelRunner
+from engine.compute.step_graphs import StepGraphs, make_graphs
 from engine.config import ModelConfig
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import LoadedModel, load_model
@@ -121,7 +122,7 @@ def test_replayed_steps_equal_eager_ones(
         tensor.zero_()
     runners = [
         ModelRunner(model, caches[0], BLOCK_SIZE),
-        ModelRunner(model, caches[1], BLOCK_SIZE, graphs=graphs),
+        ModelRunner(model, caches[1], BLOCK_SIZE, graphs=StepGraphs(graphs)),
     ]
     drivers = [Driver(runner, BLOCK_SIZE, NUM_BLOCKS, seed=4) for runner in runners]
     numbers = random.Random(5)
@@ -201,7 +202,7 @@ def test_graphs_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "results differ by" in said[2]
     assert "decode steps of 1, 2, 4, 6 rows" in said[3]
     far = PackedRows(np.array([9]), np.array([1]), np.zeros((1, 3), dtype=np.int32), np.array([9]), 1)
-    assert graphs.forward(far, np.array([5])) is None
+    assert graphs.forward(far, np.array([5]), np.array([0])) is None
 
 
 def test_all_sizes_share_their_logits(tmp_path: Path) -> None:

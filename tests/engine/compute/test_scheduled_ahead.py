@@ -13,6 +13,7 @@ import pytest
 
 from engine.compute import request_slots, runner
 from engine.compute.decode_graphs import DecodeGraphs
+from engine.compute.step_graphs import StepGraphs
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor.uni import UniExecutor
 from engine.model.checkpoint import read_model_info
@@ -36,13 +37,13 @@ class Captured(UniExecutor):
         assert self._model is not None
         return FlatAttention(self._model.layers, num_blocks, self._config.cache.block_size)
 
-    def _make_graphs(self, cache, num_blocks: int) -> DecodeGraphs:
+    def _make_graphs(self, cache, num_blocks: int) -> StepGraphs:
         assert self._model is not None
         again = Again()
         graphs = DecodeGraphs(self._model, cache, SIZES, MAX_TOKENS, self._config.scheduler.most_requests())
         graphs.capture(again)
         self.replayed = again.replayed
-        return graphs
+        return StepGraphs(graphs)
 
 
 class Noted:

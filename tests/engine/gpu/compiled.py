@@ -22,6 +22,7 @@ import torch
 
 from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows, Scoring
+from engine.attention.packed_tokens import PromptSize
 from engine.gpu import (
     block_copies,
     coded_kernels,
@@ -124,6 +125,11 @@ class Steps:
     def decode(self, rows: int) -> None:
         """A step whose rows have one token each."""
         self._layer(self.cache.decode_buffers(rows, 4096).plan(rows), rows)
+
+    def captured(self, tokens: int, singles: int) -> None:
+        """A step with prompts, filled up to a captured size."""
+        size = PromptSize(tokens, singles, 16)
+        self._layer(self.cache.prompt_buffers(size, 4096).plan(size), tokens)
 
     def mixed(self, counts: Sequence[int], starts: Sequence[int]) -> None:
         """A step with rows of these lengths, those of one token first."""
@@ -245,6 +251,8 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.mixed([2048], [0])
         steps.mixed([1, 70, 9], [1000, 0, 33])
         steps.mixed([1, 9], [4, 0])
+        for singles in (0, 63):
+            steps.captured(64, singles)
         steps.sample(3)
         steps.copy_blocks(2)
         for rows in (1, 64, 8192):
@@ -253,6 +261,7 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         fixed.decode(1)
         fixed.mixed([1, 70, 9], [1000, 0, 33])
         fixed.mixed([1, 9], [4, 0])
+        fixed.captured(64, 63)
         for rows in (1, 8192):
             fixed.fixed_products(rows)
         at_start = list(made)
@@ -260,6 +269,8 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.mixed([1, 1, 1, 5], [0, 17, 900, 3])
         steps.mixed([1, 800], [3, 2])
         steps.mixed([1371], [5])
+        steps.captured(384, 7)
+        steps.captured(2048, 256)
         steps.sample(1)
         steps.sample(64)
         steps.copy_blocks(7)
@@ -268,6 +279,7 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
             fixed.fixed_products(rows)
         fixed.decode(7)
         fixed.mixed([1, 800], [3, 2])
+        fixed.captured(384, 7)
     return at_start, made[len(at_start) :]
 
 

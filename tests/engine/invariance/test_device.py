@@ -17,11 +17,13 @@ import torch
 
 from engine.attention import splits, triton_paged, why_not_triton
 from engine.attention.base import PLAN_KEYWORD, PackedRows
+from engine.attention.packed_tokens import PromptSize
 from engine.attention.triton_paged import TritonPagedAttention
 from engine.compute import invariance
 from engine.compute.decode_graphs import DecodeGraphs
 from engine.compute.device_blocks import DeviceBlocks
 from engine.compute.logits_backend import SampleRow
+from engine.compute.prompt_graphs import PromptGraphs
 from engine.compute.token_rules import TokenRules
 from engine.compute.torch_logits import TorchLogits
 from engine.config import ModelConfig
@@ -183,6 +185,24 @@ def test_graphs_change_no_bit(cells: Callable[[str, str], Cell]) -> None:
         graphs = DecodeGraphs(cell.model, kv, (5,), CONTEXT)
         graphs.capture(lambda compute: compute)
         found = graphs.forward(packed, ids)
+    assert found is not None
+    assert torch.equal(found, cell.run(kv, rows))
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
+def test_graphs_of_prompts_change_no_bit(family: str, cells: Callable[[str, str], Cell]) -> None:
+    """Prompts and a decode row, filled up to another number of tokens and rows."""
+    cell = cells(family, "cpu")
+    kv = cell.cache()
+    rows = [(0, CONTEXT - 1, 1), (1, 0, 9), (2, 0, 5)]
+    packed, ids = cell.pack(rows)
+    wanted = np.arange(len(ids))
+    with torch.inference_mode(), cell.blocks:
+        graphs = PromptGraphs(cell.model, kv, (PromptSize(20, 3, 4),), CONTEXT)
+        graphs.capture(lambda compute: compute)
+    cell.run(kv, [(0, 0, CONTEXT - 1)])
+    with torch.inference_mode(), cell.blocks:
+        found = graphs.forward(packed, ids, wanted)
     assert found is not None
     assert torch.equal(found, cell.run(kv, rows))
 
