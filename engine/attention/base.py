@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,8 @@ import torch
 
 from engine.attention.current_call import CURRENT
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes
+from engine.attention.prompt_size import PromptSize
 from engine.gpu.late_rotary import LATE
-
-if TYPE_CHECKING:
-    from engine.attention.packed_tokens import PromptSize
 
 PLAN_KEYWORD = "attention_plan"
 """Name under which the plan travels through ``model(...)`` to the attention function."""
@@ -289,19 +287,14 @@ class PromptBuffers(Protocol):
     """As :attr:`DecodeBuffers.chosen`."""
 
     def fill(
-        self,
-        rows: PackedRows,
-        size: PromptSize,
-        input_ids: Int64s,
-        wanted: Int64s,
-        sources: Int64s | None = None,
+        self, rows: PackedRows, size: PromptSize, ids: Int64s, wanted: Int64s, sources: Int64s | None = None
     ) -> None:
         """Fill in the next step, which fits ``size``.
 
         Args:
             rows: those of one token first.
             size: to which the step is filled up.
-            input_ids: [tokens].
+            ids: [tokens].
             wanted: numbers of packed tokens; behind them come others.
             sources: [rows], see :meth:`DecodeBuffers.fill`; those of longer rows do not count.
         """

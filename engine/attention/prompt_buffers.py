@@ -1,20 +1,23 @@
 """Buffers of captured steps with prompts over the Triton cache.
 
-One upload is taken apart on the device: see :mod:`engine.attention.packed_tokens`. The first kernel of a step writes what layers read: token ids,
-positions, cache slots, wanted tokens, and block tables of a fixed width.
+One upload is taken apart on the device: see :mod:`engine.attention.packed_tokens`. The first kernel of a step
+writes what layers read: token ids, positions, cache slots, wanted tokens, and block tables of a fixed width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from engine.attention import triton_kernels as kernels
-from engine.attention.base import Int64s, PackedRows
-from engine.attention.packed_tokens import HEADER, LINE, MOST_KINDS, TILE, PromptSize, pack_tokens
+from engine.attention.base import AttentionPlan, Int64s, PackedRows
+from engine.attention.packed_tokens import pack_tokens
+from engine.attention.paged_tensors import PagedTensors
+from engine.attention.prompt_size import HEADER, LINE, MOST_KINDS, TILE, PromptSize
+from engine.attention.tiles import Tiles
 from engine.attention.transfer import upload
-from engine.attention.triton_paged import Tiles, TritonAttentionPlan, TritonPagedAttention
 
 COPIED_BLOCKS = 256
 """Entries of a block table, or wanted tokens, that a program copies at once."""
@@ -24,35 +27,40 @@ class TritonPromptBuffers:
     """Implements ``base.PromptBuffers``."""
 
     def __init__(
-        self, cache: TritonPagedAttention, largest: PromptSize, max_tokens: int, most_chosen: int
+        self,
+        cache: PagedTensors,
+        kinds: tuple[int, ...],
+        make_plan: Callable[..., AttentionPlan],
+        largest: PromptSize,
+        max_tokens: int,
+        most_chosen: int,
     ) -> None:
-        """``largest``: of each number the largest of all sizes. ``max_tokens``: no context has more."""
-        self._cache, self._max_tokens = cache, max_tokens
-        self._kinds = tuple(sorted(cache.kinds_of_tiles))
-        if len(self._kinds) > MOST_KINDS:
-            raise ValueError(f"{len(self._kinds)} kinds of tiles, at most {MOST_KINDS}")
+        """Buffers for sizes of at most ``largest``; no context has more than ``max_tokens``.
+
+        ``kinds``: queries per tile, by kind of layers. ``make_plan``: of slots, block tables, tiles of single
+        tokens, those of longer rows by kind, and positions.
+        """
+        if len(kinds) > MOST_KINDS:
+            raise ValueError(f"{len(kinds)} kinds of tiles, at most {MOST_KINDS}")
+        self._cache, self._kinds, self._make_plan = cache, kinds, make_plan
+        self._null_block, self._max_tokens = cache.num_blocks, max_tokens  # behind those of requests
         width, device = -(-max_tokens // cache.block_size), cache.device
         room = largest.tables_at(self._kinds) + largest.rows * width
         self._packed = torch.zeros(room, dtype=torch.int32, device=device)
-        self._tables = torch.full((largest.rows, width), cache.null_block, dtype=torch.int32, device=device)
+        self._tables = torch.full((largest.rows, width), self._null_block, dtype=torch.int32, device=device)
         self._slots = torch.empty(largest.tokens, dtype=torch.int64, device=device)
         self.inputs = torch.zeros(2, largest.tokens, dtype=torch.int64, device=device)
         self.wanted = torch.zeros(largest.wanted, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(max(largest.rows, most_chosen), dtype=torch.int64, device=device)
 
     def fill(
-        self,
-        rows: PackedRows,
-        size: PromptSize,
-        input_ids: Int64s,
-        wanted: Int64s,
-        sources: Int64s | None = None,
+        self, rows: PackedRows, size: PromptSize, ids: Int64s, wanted: Int64s, sources: Int64s | None = None
     ) -> None:
         """See ``base.PromptBuffers``. One copy goes to the device."""
-        packed = pack_tokens(rows, size, self._kinds, input_ids, wanted, sources)
+        packed = pack_tokens(rows, size, self._kinds, ids, wanted, sources)
         self._packed[: len(packed)].copy_(upload(packed, self._cache.device))
 
-    def plan(self, size: PromptSize) -> TritonAttentionPlan:
+    def plan(self, size: PromptSize) -> AttentionPlan:
         """See ``base.PromptBuffers``."""
         cache = self._cache
         kernels.take_tokens_apart[(size.tokens + size.rows + 1,)](
@@ -64,7 +72,7 @@ class TritonPromptBuffers:
             self._tables,
             self.inputs.shape[1],
             self._tables.stride(0),
-            cache.null_block,
+            self._null_block,
             size.tokens,
             size.rows,
             size.wanted,
@@ -78,9 +86,7 @@ class TritonPromptBuffers:
         singles = self._tiles(size.singles_at, size.singles) if size.singles else None
         positions = self.inputs[1, : size.tokens]
         tiles = partial(self._tiles_of, size)
-        return TritonAttentionPlan(
-            cache, self._slots[: size.tokens], self._tables, singles, tiles, lambda: positions
-        )
+        return self._make_plan(self._slots[: size.tokens], self._tables, singles, tiles, lambda: positions)
 
     def _tiles_of(self, size: PromptSize, queries: int) -> Tiles:
         """Tiles of longer rows of layers of one kind."""

@@ -108,10 +108,11 @@ def take_tokens_apart(
     LINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take apart a packed step with prompts: programs of tokens, then of rows, and one more.
+    """Take apart a packed step with prompts.
 
-    The array is that of :mod:`engine.attention.packed_tokens`. Written are inputs [2, input_width] (token ids
-    and positions) and slots, by token; tables [num_rows, table_width], by row; and wanted.
+    Programs are those of tokens, then those of rows, and one more. The array is that of
+    :mod:`engine.attention.packed_tokens`. Written are inputs [2, input_width] (token ids and positions) and
+    slots, by token; tables [num_rows, table_width], by row; and wanted.
     """
     program = tl.program_id(0)
     width = tl.load(packed)

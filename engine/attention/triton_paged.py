@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -22,14 +21,14 @@ from engine.attention import splits
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
 from engine.attention.packed_rows import HEADER, pack_lines
-from engine.attention.packed_tokens import PromptSize, tiles_of_longer_rows
+from engine.attention.packed_tokens import tiles_of_longer_rows
 from engine.attention.paged_tensors import PagedTensors
+from engine.attention.prompt_buffers import TritonPromptBuffers
+from engine.attention.prompt_size import PromptSize
+from engine.attention.tiles import Tiles
 from engine.attention.transfer import upload
 from engine.gpu import fused_launches
 from engine.gpu.late_rotary import LateRotation
-
-if TYPE_CHECKING:
-    from engine.attention.prompt_buffers import TritonPromptBuffers
 
 SMALLEST_PRODUCT = 16
 """Tensor cores multiply matrices with at least so many rows and columns."""
@@ -46,27 +45,6 @@ Results of a part, and of those before it, have to fit the registers.
 WIDE_LINES = 16
 """Queries times heads of a tile in float32: more would not fit the registers."""
 PROGRAMS_PER_PROCESSOR = 2
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Some tiles of a step, as arrays [tiles] on the device; see ``triton_kernels.attend``."""
-
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    positions: torch.Tensor
-    longest: int
-    """Most tokens of a context among them."""
-
-    @staticmethod
-    def of(arrays: torch.Tensor, longest: int) -> Tiles:
-        """Tiles from arrays [4, tiles]."""
-        rows, tokens, counts, positions = arrays.unbind()
-        return Tiles(rows, tokens, counts, positions, longest)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 @dataclass(eq=False, repr=False)
@@ -138,9 +116,8 @@ class TritonPagedAttention(PagedTensors):
         self, largest: PromptSize, max_tokens: int, most_chosen: int = 0
     ) -> TritonPromptBuffers:
         """See ``base.CapturableAttention``."""
-        from engine.attention.prompt_buffers import TritonPromptBuffers
-
-        return TritonPromptBuffers(self, largest, max_tokens, most_chosen)
+        plan, kinds = partial(TritonAttentionPlan, self), tuple(sorted(self.kinds_of_tiles))
+        return TritonPromptBuffers(self, kinds, plan, largest, max_tokens, most_chosen)
 
     def splits(self, num_tiles: int, layer: LayerShape, longest: int, parts: int) -> int:
         """Number of programs that share the parts of the context of each query."""

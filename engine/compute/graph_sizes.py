@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from engine.attention.packed_tokens import PromptSize
+from engine.attention.prompt_size import PromptSize
 
 SMALL = (1, 2, 4, 8)
 STRIDE = 8

@@ -20,7 +20,7 @@ from engine.attention.base import (
     PackedRows,
     PromptBuffers,
 )
-from engine.attention.packed_tokens import PromptSize
+from engine.attention.prompt_size import PromptSize
 from engine.compute.decode_graphs import Capture, Compute, eager_logits, relative_differences
 from engine.compute.followed_tokens import FollowedTokens
 from engine.model.weights import LoadedModel
@@ -38,11 +38,8 @@ class PromptGraphs:
         most_chosen: int = 0,
     ) -> None:
         """``sizes``: the smallest first. Others are as for :class:`.DecodeGraphs`."""
-        self._model = model
-        self._cache = cache
-        self._sizes = tuple(sizes)
-        self._max_tokens = max_tokens
-        self._most_chosen = most_chosen
+        self._model, self._cache, self._sizes = model, cache, tuple(sizes)
+        self._max_tokens, self._most_chosen = max_tokens, most_chosen
         self._buffers: PromptBuffers | None = None
         self._logits: torch.Tensor | None = None
         """[most wanted, vocabulary] of the last step, which all sizes share."""
@@ -93,7 +90,9 @@ class PromptGraphs:
         """
         if int((packed.starts + packed.counts).max()) > self._max_tokens:
             return None
-        size = next((each for each in self._sizes if each.fits(packed, len(wanted))), None)
+        singles = packed.num_single
+        needed = len(input_ids), singles, len(packed.starts) - singles, len(wanted)
+        size = next((each for each in self._sizes if each.fits(*needed)), None)
         if size is None or self._buffers is None:
             return None
         if followed is not None:
@@ -134,9 +133,9 @@ def _prompt_of(length: int, table: np.ndarray[tuple[int, int], np.dtype[np.int32
 
 
 def _checked_step(size: PromptSize, num_blocks: int, block_size: int, most: int) -> PackedRows | None:
-    """Step of the check: a prompt and a few rows of one token almost fill the size.
+    """Step of the check: a prompt and a few rows of one token.
 
-    None if the cache or the longest context leaves no room for a prompt.
+    They almost fill the size. None if the cache or the longest context leaves no room for a prompt.
     """
     singles = min(size.singles, 3, num_blocks - 1)
     length = min(size.tokens - singles - 1, (num_blocks - singles) * block_size, most)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import CapturableAttention, Int64s, PackedRows
-from engine.attention.packed_tokens import PromptSize
+from engine.attention.prompt_size import PromptSize
 from engine.attention.transfer import upload
 from engine.compute.decode_graphs import TOLERANCE, Capture, DecodeGraphs
 from engine.compute.followed_tokens import FollowedTokens

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.base import PackedRows
-from engine.attention.packed_tokens import PromptSize
+from engine.attention.prompt_size import PromptSize
 from engine.attention.triton_paged import TritonPagedAttention
 from engine.compute import decode_graphs
 from engine.compute.decode_graphs import Compute, CudaCapture, DecodeGraphs
@@ -107,12 +107,10 @@ def test_sizes() -> None:
     assert [size.tokens for size in prompt_sizes((100, 30, 30), 8, 4096)] == [30, 30, 100, 100]
     assert prompt_sizes((1,), 8, 4096) == ()
     assert PromptSize(8, 3, 2).rows == 5
-    packed, _ = step_of((4, 1), (0, 3), (2, 4))
-    assert PromptSize(8, 1, 2).fits(packed, 3)
-    assert not PromptSize(7, 1, 2).fits(packed, 3)
-    assert not PromptSize(8, 0, 2).fits(packed, 3)
-    assert not PromptSize(8, 1, 1).fits(packed, 3)
-    assert not PromptSize(8, 1, 2).fits(packed, 9)
+    size = PromptSize(8, 1, 2)
+    assert size.fits(8, 1, 2, 8)
+    for more in ((9, 1, 2, 8), (8, 2, 2, 8), (8, 1, 3, 8), (8, 1, 2, 9)):
+        assert not size.fits(*more)
 
 
 @pytest.mark.parametrize(

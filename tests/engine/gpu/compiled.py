@@ -22,7 +22,7 @@ import torch
 
 from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows, Scoring
-from engine.attention.packed_tokens import PromptSize
+from engine.attention.prompt_size import PromptSize
 from engine.gpu import (
     block_copies,
     coded_kernels,

@@ -17,7 +17,7 @@ import torch
 
 from engine.attention import splits, triton_paged, why_not_triton
 from engine.attention.base import PLAN_KEYWORD, PackedRows
-from engine.attention.packed_tokens import PromptSize
+from engine.attention.prompt_size import PromptSize
 from engine.attention.triton_paged import TritonPagedAttention
 from engine.compute import invariance
 from engine.compute.decode_graphs import DecodeGraphs
