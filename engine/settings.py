@@ -27,6 +27,7 @@ from engine.model.checkpoint import (
 from engine.model.finding import find_model
 from engine.model.state_limits import check_states
 from engine.model.weight_set import check_weights
+from engine.speculation.draft_source import find_draft
 from parallel.pipeline_parallel import check_split
 from parallel.placement import assign_experts
 from parallel.topology import kv_heads_of
@@ -45,6 +46,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     model = config.model
     info = _find(config)
     check_states(config, info)
+    find_draft(config, info)
     settings = Settings(
         model=_place(model.model, info) or SHIPPED_MODEL,
         revision=model.revision,

@@ -106,6 +106,11 @@ class Step(msgspec.Struct, frozen=True):
     """
     pieces: dict[int, RowPieces] = {}
     """By row, of models that have pieces beside keys and values (:mod:`engine.pieces.kinds`)."""
+    proposes: dict[int, int] = {}
+    """Tokens that the drafting model is to propose behind the newest one, by row.
+
+    0 where it only takes in the row's tokens.
+    """
     ahead: list[int] = []
     """Rows of one token that the step before was still choosing.
 
@@ -143,6 +148,10 @@ class StepResult(msgspec.Struct, frozen=True):
     start + 1 ... min(end, num_prompt - 1), that is, of the tokens predicted by this row."""
     further: dict[int, ExtraTokens] = {}
     """Tokens behind the first, by row with a draft that was accepted in part."""
+    proposals: dict[int, list[int]] = {}
+    """Tokens that the drafting model proposes behind the newest one, by row."""
+    proposal_seconds: float = 0.0
+    """Part of the step's time that proposing took."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.compute.step_graphs import StepGraphs
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
+    from engine.speculation.draft_model import DraftModel
 
 Pending = Callable[[], StepResult]
 """Function that waits for the result of a begun step."""
@@ -75,6 +76,7 @@ class ModelRunner:
         """Decode rows of the last native step, which the next may continue."""
         self._chosen: ChosenTokens | None = None
         """Tokens of the newest step, until they are in their slots."""
+        self._drafts: DraftModel | None = None
         self._shard = model.stage.shard
         self._sampler = sampler_of(model, row_by_row=row_by_row)
 
@@ -93,7 +95,7 @@ class ModelRunner:
         """
         result = self._go_on(step)
         if result is not None:
-            return _done(result)
+            return _done(self._with_proposals(step, result))
         for admit in step.admits:
             if self._states is not None:
                 self._states.admit(admit.slot, self._num_equal(admit))
@@ -139,9 +141,27 @@ class ModelRunner:
         def finish() -> StepResult:
             result = pending()
             self.spans.append((began, time.monotonic()))
-            return result
+            return self._with_proposals(step, result)
 
         return finish
+
+    def use_drafts(self, drafts: DraftModel | None, num_blocks: int) -> None:
+        """Let a model propose what may follow the newest tokens; None: none does.
+
+        It gets so many blocks, under the numbers of the cache's.
+        """
+        self._drafts = drafts
+        if drafts is not None:
+            drafts.allocate(num_blocks)
+
+    def _with_proposals(self, step: Step, result: StepResult) -> StepResult:
+        """The result with what a model proposes behind the step's newest tokens, if one does."""
+        if self._drafts is None:
+            return result
+        if step.proposes and self._continuation is not None:
+            self._settle(self._continuation)
+        texts = {slot: self._slots[slot].token_ids for slot in step.slots}
+        return self._drafts.propose(step, texts, self._tables.blocks, result)
 
     def _states_of(self, step: Step) -> contextlib.AbstractContextManager[None]:
         """Context in which layers with a recurrent state compute the rows of a step."""

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from engine.compute.request_slots import RequestSlot, WantedLogits
 from engine.compute.sampler import read_logprobs
 from engine.messages import TokenLogprobs
-from engine.speculation.speculation import num_taken
 from engine.step import ExtraTokens, Step, StepResult
 
 
@@ -94,3 +93,14 @@ def _take_drafts(
             )
         begin += len(draft) + 1
     return row_logprobs, further
+
+
+def num_taken(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """Leading tokens of a draft that equal those sampled at the same positions.
+
+    ``sampled`` has one more.
+    """
+    for count, (drafted, token) in enumerate(zip(draft, sampled, strict=False)):
+        if drafted != token:
+            return count
+    return len(draft)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-METHODS = ("ngram", "[ngram]")
+NGRAM_NAMES = ("ngram", "[ngram]")
 """vLLM's names of the method that needs no second model.
 
 The second is its older one.
@@ -19,8 +19,12 @@ LONGEST_MATCH = 64
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of drafts by n-gram lookup, with vLLM's names."""
+    """Settings of drafts, with vLLM's names."""
 
+    method: Literal["ngram", "draft_model"] = "ngram"
+    """What proposes tokens: the request's own text, or a small model."""
+    model: str = ""
+    """Directory or name of the model that proposes; empty where none does."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] = 5
     """Tokens of a draft at most."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 2
@@ -31,11 +35,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """With more requests running nothing is drafted; None: as long as it pays."""
 
     def __post_init__(self) -> None:
+        if self.by_model != bool(self.model):
+            needs = "needs" if self.by_model else "takes no"
+            raise ValueError(f'method "{self.method}" {needs} "model", the directory of one that proposes')
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a model proposes, not the text of the request."""
+        return self.method != "ngram"
 
 
 def read_config(text: str) -> SpeculativeConfig:
@@ -47,13 +59,15 @@ def read_config(text: str) -> SpeculativeConfig:
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
         given = {name: value for name, value in found.items() if value is not None}
-        model = given.pop("model", None)
-        method = given.pop("method", model)
-        if method not in METHODS:
+        if given.get("model") in NGRAM_NAMES:  # vLLM's older spelling
+            given["method"] = given.pop("model")
+        method = given.get("method", "draft_model" if "model" in given else None)
+        if method not in (*NGRAM_NAMES, "draft_model"):
             raise ValueError(
-                f'the method must be "ngram", which drafts from the text of each request, not {method!r}: no '
-                "model is run to draft"
+                'the method must be "ngram", which drafts from the text of each request, or "draft_model", '
+                f"which drafts by a small model, not {method!r}"
             )
+        given["method"] = "ngram" if method in NGRAM_NAMES else method
         lengths = [given[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
         if len(lengths) == 1:
             given["prompt_lookup_min"] = given["prompt_lookup_max"] = lengths[0]

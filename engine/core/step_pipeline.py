@@ -91,7 +91,7 @@ class StepPipeline:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._under_way.popleft()
-        self._scheduler.timed(step, self._finished_at - began)
+        self._scheduler.timed(step, self._finished_at - began, result.proposal_seconds)
         exchange = self._sharing.exchange
         if exchange is not None:
             if len(step.slots) < step.num_tokens:

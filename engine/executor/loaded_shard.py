@@ -32,6 +32,8 @@ from engine.model.weight_digest import StoredTensor, stored_tensors
 from engine.model.weight_set import weight_files
 from engine.model.weights import LoadedModel, load_model
 from engine.numerics import check_kind, native_kind
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.draft_source import find_draft
 from engine.step import KVSpec, ModelFacts
 from engine.weight_versions.shard_weights import ShardWeights
 from parallel.expert_parallel import Dispatch
@@ -69,6 +71,8 @@ class LoadedShard:
         None where they are random, or not in safetensors files.
         """
         self._new_weights: ShardWeights | None = None
+        self._drafts: DraftModel | None = None
+        """Model that proposes tokens, where this worker answers; None: none does."""
         self._kept = KeptForms((), None)
         """What the model keeps of requests."""
         self._on_torch = config.device.on_torch
@@ -107,12 +111,11 @@ class LoadedShard:
         wanted_backend = self._config.device.attention_backend
         self._backend = choose_backend(wanted_backend, model, self._config.cache)
         if share is not None:
-            limit = self._config.device.expert_memory_bytes
             self._held = HeldExperts(
                 model.module,
                 Path(self._info.directory),
                 share.experts,
-                limit,
+                self._config.device.expert_memory_bytes,
                 self._config.model.online,
                 self._info.num_experts,
             )
@@ -124,6 +127,7 @@ class LoadedShard:
         if not self._on_torch:
             has_states = self._info.has_states
             self._kept = kept_of(model, self._config.cache.block_size, has_states=has_states)
+        self._drafts = self._load_drafts(progress)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -135,6 +139,14 @@ class LoadedShard:
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
             boundaries=[] if self._kept.states is None else [self._kept.states],
         )
+
+    def _load_drafts(self, progress: Progress) -> DraftModel | None:
+        """The model that proposes tokens, on the worker that answers; None: none does."""
+        draft = find_draft(self._config, self._info) if self.answers else None
+        if draft is None:
+            return None
+        progress(f"loading {draft.architecture} from {draft.directory}, which proposes tokens")
+        return DraftModel(self._config, draft)
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""

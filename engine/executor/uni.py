@@ -119,6 +119,11 @@ class UniExecutor(SpreadShard):
             free = memory.available_memory() - self._bytes_for_program() - self._bytes_for_copies()
             more = self._config.scheduler.goes_for_throughput
             limit = CPU_THROUGHPUT_KV_LIMIT if more else CPU_KV_LIMIT
+            own, drafts = self._kv_bytes, self._drafts
+            if drafts is not None:  # its blocks are beside those of the cache
+                free -= drafts.bytes_to_come
+                limit = limit * own // (own + drafts.kv_bytes)
+                free = free * own // (own + drafts.kv_bytes)
             return min(limit, max(0, int(free * CPU_KV_SHARE)))
         self._run_largest_step()
         device, sharers = self._model.device, device_sharers()
@@ -234,6 +239,7 @@ class UniExecutor(SpreadShard):
             self._stored = native.stored
             adapters = held_adapters(self._config.lora, model, self._program.sites)
             self._runner = ModelRunner(model, None, block_size, self._program, adapters=adapters)
+            self._runner.use_drafts(self._drafts, num_blocks)
             self._attention = self._program.attention
             if self._held is not None:
                 self._held.copies = KERNEL_COPIES
@@ -349,6 +355,11 @@ class UniExecutor(SpreadShard):
             raise CheckpointError(
                 f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
                 "Torch needs another KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
+            )
+        if self._program is None and self._drafts is not None:
+            raise CheckpointError(
+                "--speculative-config: draft models propose for models that the native kernels compute, and "
+                f"{self._info.architecture} is computed by torch here, as the log says: draft by ngram"
             )
         if self._program is None and self._config.lora.enable_lora:
             raise CheckpointError(
@@ -473,7 +484,7 @@ class UniExecutor(SpreadShard):
         self._stored = []
         self._staging = None
         self._held = None
-        self._model = None
+        self._model = self._drafts = None
         self._new_weights = self._program = None
 
 

@@ -243,8 +243,9 @@ class InstanceProcess:
         self._tell_numerics(membership, info, executor)
         if (drafts := self._config.scheduler.speculative) is not None:
             logger.info(
-                "speculative decoding: up to %d tokens of a request are looked up in its own text",
+                "speculative decoding: up to %d tokens of a request are %s",
                 drafts.num_speculative_tokens,
+                f"proposed by {drafts.model}" if drafts.by_model else "looked up in its own text",
             )
         wanted = self._config.scheduler.async_scheduling
         log_scheduling_ahead(wanted, facts.device, runs_ahead=executor.runs_ahead)

@@ -109,5 +109,6 @@ def _rows_of(step: Step, kept: Sequence[int]) -> Step:
         starts=[step.starts[index] for index in kept],
         counts=[step.counts[index] for index in kept],
         partial=[new_index[index] for index in step.partial if index in new_index],
+        proposes={new_index[index]: count for index, count in step.proposes.items() if index in new_index},
         ahead=[],
     )

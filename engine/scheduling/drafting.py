@@ -66,6 +66,26 @@ class Drafting:
         drafts = self._speculation.draft(texts, min(running, most_rows), room)
         return {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
 
+    def ask(self, rows: StepRows) -> None:
+        """Choose how many tokens a model is to propose for each row.
+
+        It takes in prompts meanwhile, unless proposing does not pay at the moment.
+        """
+        speculation = self._speculation
+        if speculation is None or not speculation.asks or speculation.is_off(len(self._queues.running)):
+            return
+        keys, wanting = [], []
+        for index, request in enumerate(rows.requests):
+            if request.drafter is None:
+                continue
+            if not rows.is_partial(index):
+                keys.append(index)
+                wanting.append((request.drafter, _most_drafted(request) - 1))
+            elif not speculation.rests:
+                rows.proposes[index] = 0
+        lengths = speculation.ask(wanting, len(rows))
+        rows.proposes |= {index: length for index, length in zip(keys, lengths, strict=True) if length}
+
     def fill(self, rows: StepRows, request: Request, draft: list[int]) -> bool:
         """Add a request's newest token and its draft; False if blocks are lacking.
 

@@ -60,6 +60,8 @@ class OutputProcessor:
                 self._prefixes.token_known(request)
             if drafts and index in drafts:
                 self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
+            if index in result.proposals and request.drafter is not None:
+                request.drafter.offer(len(request.token_ids), result.proposals[index])
         return outcomes
 
     def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:

@@ -156,6 +156,7 @@ class Scheduler:
         admits += self._admit_waiting(rows, most_rows, lacking)
         if not rows:
             return None
+        self._drafting.ask(rows)
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
         self.totals.on_step(step.num_tokens)
         requests = rows.requests
@@ -210,14 +211,19 @@ class Scheduler:
             self._boundaries.answered()
         return self._outputs.process(oldest, result)
 
-    def timed(self, step: Step, seconds: float) -> None:
-        """Take in how long a step took, for the lengths of drafts and prefill chunks."""
+    def timed(self, step: Step, seconds: float, proposing: float = 0.0) -> None:
+        """Take in how long a step took, for the lengths of drafts and prefill chunks.
+
+        ``proposing``: the part of it in which a model proposed tokens.
+        """
         if not step.slots:
             return
         if not _only_decodes(step):
             self.budget.took(step, seconds)
         elif self._speculation is not None:
-            self._speculation.took(step.num_tokens, bool(step.drafts), seconds)
+            self._speculation.took(step.num_tokens, bool(step.drafts), seconds - proposing)
+            if passes := max(step.proposes.values(), default=0):
+                self._speculation.proposed(len(step.proposes), passes, proposing)
 
     # ---- helpers of schedule
 

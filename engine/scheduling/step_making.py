@@ -38,6 +38,8 @@ class StepRows:
         self._ahead: list[int] = []
         self._drafts: dict[int, list[int]] = {}
         self._pieces: dict[int, RowPieces] = {}
+        self.proposes: dict[int, int] = {}
+        """Tokens that the drafting model is to propose, by row."""
         self.begins: list[tuple[int, list[int]]] = []
         """Boundary pieces that each row goes on from, where the model has such."""
         self._in_order = True
@@ -90,6 +92,10 @@ class StepRows:
         if pieces is not None:
             self._pieces[len(self.requests) - 1] = pieces
 
+    def is_partial(self, index: int) -> bool:
+        """Whether a row ends before its request's newest token."""
+        return index in self._partial
+
     def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
         """The finished step: decode rows first, then rows with drafts, then prefill chunks."""
         if not self._in_order:
@@ -110,6 +116,7 @@ class StepRows:
             None,
             self._drafts,
             self._pieces,
+            self.proposes,
             self._ahead,
         )
 
@@ -126,6 +133,7 @@ class StepRows:
         self._partial = sorted(new_index[index] for index in self._partial)
         self._ahead = sorted(new_index[index] for index in self._ahead)
         self._drafts = {new_index[index]: draft for index, draft in self._drafts.items()}
+        self.proposes = {new_index[index]: count for index, count in self.proposes.items()}
         if self.begins:
             self.begins = [self.begins[index] for index in order]
             self._pieces = {new_index[index]: pieces for index, pieces in self._pieces.items()}

@@ -105,6 +105,10 @@ class StepCost:
         if self._steps % self.STEPS_PER_FIT == 0:
             self._fit()
 
+    def seconds(self, rows: int) -> float:
+        """Seconds of a step of so many rows without drafts; 0.0: not known."""
+        return self._fixed + self._each * rows
+
     def prices(self, rows: int) -> tuple[float, float]:
         """Price of a drafted token, and of drafting at all, in a step of ``rows``.
 
@@ -128,3 +132,37 @@ class StepCost:
         ).tolist()
         self._fixed = max(found[0], 0.01 * duration)
         self._each, self._extra = max(found[1], 0.0), max(found[2], 0.0)
+
+
+class PassCost:
+    """Seconds of one pass of a model that proposes, by the size of its batch."""
+
+    MEMORY = 20
+    """About how many of the last passes count."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        """Seconds of a pass, by the number of bits of the number of rows."""
+
+    def __repr__(self) -> str:
+        return f"<PassCost of {len(self._seconds)} sizes>"
+
+    def took(self, rows: int, passes: int, seconds: float) -> None:
+        """Take in that so many passes over ``rows`` took so long."""
+        size, each = rows.bit_length(), seconds / passes
+        known = self._seconds.get(size)
+        if known is not None:
+            each = known + (min(each, 2 * known) - known) / self.MEMORY
+        self._seconds[size] = each
+
+    def price(self, asked: int, rows: int, step_seconds: float) -> float:
+        """Price of a proposed token for ``asked`` of the ``rows`` of a step.
+
+        The unit is what a token costs in a step of these rows without drafts. 0.0 until it is known, so that
+        it is tried.
+        """
+        size = asked.bit_length()
+        if not self._seconds or not step_seconds:
+            return 0.0
+        nearest = min(self._seconds, key=lambda known: abs(known - size))
+        return self._seconds[nearest] / step_seconds * rows / asked

@@ -1,25 +1,27 @@
-"""Speculative decoding by prompt lookup: what to draft, and how much (pure).
+"""Speculative decoding: whose proposals to draft, and how many tokens (pure).
 
-Prompt lookup decoding (Saxena 2023; ``ngram`` in vLLM): where the last tokens of a request occurred before in
-its prompt or its output, the tokens that followed there are drafted. The next step computes the drafted
-tokens behind the newest one. A token is sampled at each of them just as it would have been a step later: with
-the same seed, position and history. As long as sampled tokens equal the drafted ones, all count; the first
-that differs counts, too, and the rest do not. So the output is that of one token a step, whatever is drafted.
+Proposals come from the text of a request (prompt lookup decoding, Saxena 2023; ``ngram`` in vLLM) or from a
+small model, which gives them at the end of the step before (:mod:`engine.speculation.proposers`). The next
+step computes the drafted tokens behind the newest one. A token is sampled at each of them just as it would
+have been a step later: with the same seed, position and history. As long as sampled tokens equal the drafted
+ones, all count; the first that differs counts, too, and the rest do not. So the output is that of one token a
+step, whatever is drafted.
 
 Drafts cost time of the step. How long they are, and whether there are any, follows from what has come of them
 so far and from what steps took (:mod:`engine.speculation.draft_prices`): a token is drafted if it is likelier
-to be taken than the part of a token's time that it costs.
+to be taken than the part of a token's time that it costs. A model's passes are part of that price, which is
+paid when the model is asked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from engine.config.speculation import SpeculativeConfig
-from engine.speculation.draft_prices import DraftTrust, StepCost, moved
-from engine.speculation.ngram_index import NgramIndex
+from engine.speculation.draft_prices import DraftTrust, PassCost, StepCost, moved
+from engine.speculation.proposers import NOTHING, Proposer, proposer_of
 
-NOTHING: list[int] = []
 MOST_INDEXED = 4096
 """Tokens that a step indexes, about a microsecond each.
 
@@ -37,32 +39,40 @@ class Drafter:
 
     def __init__(self, config: SpeculativeConfig, chance: float) -> None:
         """``chance``: that a drafted token is taken, as far as is known."""
-        self._ngrams = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
+        self._proposer: Proposer = proposer_of(config)
         self._trust = DraftTrust(chance)
 
     def __repr__(self) -> str:
-        return f"<Drafter {self._ngrams!r} {self._trust!r}>"
+        return f"<Drafter {self._proposer!r} {self._trust!r}>"
 
     def __len__(self) -> int:
         """Number of tokens of the text that are indexed."""
-        return len(self._ngrams)
+        return len(self._proposer)
 
     def draft(
         self, tokens: Sequence[int], most: int, price: float, allowance: int
     ) -> tuple[list[int], float]:
         """Draft behind these tokens, mostly empty, and its expected gain beyond the price.
 
-        ``allowance``: tokens that may be indexed for it now.
+        Where a model was asked for it, that was decided to pay. ``allowance``: tokens that may be indexed for
+        it now.
         """
-        position = self._ngrams.find(tokens, allowance)
-        if position is None or most < 1:
+        found = self._proposer.look(tokens, allowance)
+        most = most if found is None else min(most, found)
+        if most < 1:
             return NOTHING, 0.0
+        if self._proposer.is_paid:
+            return self._proposer.take(tokens, most), math.inf
         length, gain = self._trust.length(most, price)
-        end = len(tokens)
-        found = list(tokens[position + 1 : position + 1 + length])
-        while len(found) < length:  # what follows there is the end of the text, which goes on with the draft
-            found.append(found[position + 1 + len(found) - end])
-        return found, gain
+        return self._proposer.take(tokens, length), gain
+
+    def ask(self, most: int, price: float) -> tuple[int, float]:
+        """Tokens that a model is to propose, and their expected gain."""
+        return self._trust.length(most, price) if most > 0 else (0, 0.0)
+
+    def offer(self, length: int, proposal: list[int]) -> None:
+        """Take in what a model proposes behind the first ``length`` tokens."""
+        self._proposer.offer(length, proposal)
 
     def learn(self, drafted: int, accepted: int, price: float) -> None:
         """Take in that ``accepted`` tokens of the last draft were taken."""
@@ -86,6 +96,7 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._cost = StepCost()
+        self._passes = PassCost()
         self._price = StepCost.GUESSED_SHARE
         """Price of a token drafted for the step in the making."""
         self._chance = 0.5
@@ -106,6 +117,41 @@ class Speculation:
         limit = self._config.disable_by_batch_size
         return limit is not None and running > limit
 
+    @property
+    def asks(self) -> bool:
+        """Whether a model is asked for proposals."""
+        return self._config.by_model
+
+    @property
+    def rests(self) -> bool:
+        """Whether asking a model does not seem to pay at the moment."""
+        return self._rest > 0 or self._chance <= self._price
+
+    def ask(self, wanting: Sequence[tuple[Drafter, int]], rows: int) -> list[int]:
+        """Tokens that a model is to propose for each request, mostly several.
+
+        All are 0 if that does not pay.
+
+        ``wanting``: drafters, and most tokens for each. The step has ``rows`` requests.
+        """
+        nothing = [0] * len(wanting)
+        if not wanting:
+            return nothing
+        checking, drafting = self._cost.prices(rows)
+        self._price = price = checking + self._passes.price(len(wanting), rows, self._cost.seconds(rows))
+        most, gain, lengths = self._config.num_speculative_tokens, 0.0, []
+        for drafter, longest in wanting:
+            length, more = drafter.ask(min(longest, most), price)
+            lengths.append(length)
+            gain += more
+        if not any(lengths):
+            return nothing
+        if gain <= drafting and self._rest < self.LONGEST_REST:
+            self._rest += 1
+            return nothing
+        self._rest = 0
+        return lengths
+
     def draft(self, texts: Sequence[Text], rows: int, room: int) -> list[list[int]]:
         """Drafts for these texts; all are empty if they do not pay.
 
@@ -114,10 +160,12 @@ class Speculation:
         nothing = [NOTHING] * len(texts)
         if not texts or room < 1:
             return nothing
-        self._price, drafting = self._cost.prices(rows)
+        price, drafting = self._cost.prices(rows)
+        if not self.asks:
+            self._price = price
         if not self._drafted:
             drafting *= 2  # the step after this one cannot go on from it, either
-        most, price, gain = self._config.num_speculative_tokens, self._price, 0.0
+        most, gain = self._config.num_speculative_tokens, 0.0
         drafts = []
         held = sum(map(len, [drafter for drafter, _, _ in texts]))
         allowance = min(MOST_INDEXED, MOST_HELD - held)
@@ -133,7 +181,8 @@ class Speculation:
         if gain <= drafting and self._rest < self.LONGEST_REST:
             self._rest += 1
             return nothing
-        self._rest = 0
+        if not self.asks:
+            self._rest = 0
         return drafts
 
     def learn(self, drafter: Drafter, drafted: int, accepted: int) -> None:
@@ -141,20 +190,13 @@ class Speculation:
         drafter.learn(drafted, accepted, self._price)
         self._chance = moved(self._chance, drafted, accepted, self.MEMORY)
 
+    def proposed(self, rows: int, passes: int, seconds: float) -> None:
+        """Take in how long a model took for so many passes over ``rows``."""
+        self._passes.took(rows, passes, seconds)
+
     def took(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """Take in the duration of a step without prompts."""
+        """Take in the duration of a step without prompts, and without proposing."""
         with_drafts, self._drafted = drafts or self._drafted, drafts
         self._plain += not with_drafts
         if with_drafts or self._plain % self.PLAIN_STEPS == 0:
             self._cost.took(tokens, with_drafts, seconds)
-
-
-def num_taken(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """Leading tokens of a draft that equal those sampled at the same positions.
-
-    ``sampled`` has one more.
-    """
-    for count, (drafted, token) in enumerate(zip(draft, sampled, strict=False)):
-        if drafted != token:
-            return count
-    return len(draft)

@@ -290,7 +290,7 @@ def chunks_of(length: int, stepping: Beside | None, **scheduler: Any) -> list[in
     )
     if stepping is not None:
         core.stepping = stepping  # type: ignore[assignment]
-    core.scheduler.timed = lambda step, _: Scheduler.timed(core.scheduler, step, step.num_tokens * 1e-4)  # type: ignore[method-assign]
+    core.scheduler.timed = lambda step, *_: Scheduler.timed(core.scheduler, step, step.num_tokens * 1e-4)  # type: ignore[method-assign]
     core.submit(PEER, submit(prompt_ids=[number % VOCAB for number in range(length)]))
     found: list[int] = []
     while not core.step().get(PEER):

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.compute.step_results import num_taken
 from engine.config.speculation import SpeculativeConfig, read_config
 from engine.speculation import ngram_index as places_module
 from engine.speculation import speculation as speculation_module
 from engine.speculation.draft_prices import DraftTrust, StepCost
 from engine.speculation.ngram_index import NgramIndex
-from engine.speculation.speculation import Drafter, Speculation, Text, num_taken
+from engine.speculation.speculation import Drafter, Speculation, Text
 
 CHEAP = 0.05
 
@@ -250,7 +251,9 @@ def test_settings_are_those_of_vllm(text: str, expected: SpeculativeConfig) -> N
         ("ngram", "malformed"),
         ("[]", "Expected `object`"),
         ("{}", 'must be "ngram"'),
-        ('{"method": "eagle3", "model": "some/head"}', "not 'eagle3': no model is run to draft"),
+        ('{"method": "draft_model"}', 'needs "model"'),
+        ('{"method": "ngram", "model": "small"}', 'takes no "model"'),
+        ('{"method": "eagle3", "model": "some/head"}', "not 'eagle3'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: Expected `int` >= 1"),
         ('{"a":' * 5000, "recursion"),
         ('{"method": "ngram", "num_speculative_tokens": 1000}', "<= 64"),

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
+from engine.config import SHIPPED_MODEL
+from tests.engine.speculation.deep_models import make_pair
 from tests.mesh.clients.test_clients import metrics
-from tests.mesh.faults.test_loss import NUM_TOKENS, crowd
+from tests.mesh.faults.test_loss import NUM_TOKENS, crowd, crowd_of
 from tests.mesh.harness import Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
 
 
+def counted(ports: Ports) -> dict[str, float]:
+    """What all instances drafted and accepted, in all and by position."""
+    return {
+        kind: sum(value for name, value in metrics(ports).items() if f"{kind}_total" in name)
+        for kind in ("draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    }
+
+
+@pytest.mark.nightly
 def test_drafts_change_no_token_with_experts_spread_and_an_instance_killed(tmp_path: Path) -> None:
     flags = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
     plain = Ports()
@@ -35,10 +47,39 @@ def test_drafts_change_no_token_with_experts_spread_and_an_instance_killed(tmp_p
         assert all(len(ids) == NUM_TOKENS for ids in expected)
         assert asyncio.run(crowd(ports)) == expected
         assert asyncio.run(crowd(ports, kill)) == expected
-        counted = {
-            kind: sum(value for name, value in metrics(ports).items() if f"{kind}_total" in name)
-            for kind in ("draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
-        }
-        assert counted["draft_tokens"] >= counted["accepted_tokens"] > 0
-        assert counted["accepted_tokens_per_pos"] == counted["accepted_tokens"]
+        found = counted(ports)
+        assert found["draft_tokens"] >= found["accepted_tokens"] > 0
+        assert found["accepted_tokens_per_pos"] == found["accepted_tokens"]
+        assert command.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "kills"),
+    [(("-dp", "2", "-ep"), True), (("-dp", "1", "-tp", "2"), False)],
+    ids=["-dp 2 -ep", "-tp 2"],
+)
+def test_a_draft_model_changes_no_token(flags: tuple[str, ...], kills: bool, tmp_path: Path) -> None:
+    """With experts spread over two instances, of which one is killed, and on two ranks."""
+    model, draft = make_pair(tmp_path)
+    common = [str(model), "--served-model-name", SHIPPED_MODEL, "--dtype", "float32"]
+    common += ["--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
+    plain = Ports()
+    with serve(tmp_path / "plain", *common, "-dp", "1", *plain.head()) as command:
+        command.wait_for("1 instance ready")
+        expected = crowd_of(plain, 8)
+        assert command.stop() == 0
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
+    drafts, ports = ["--speculative-config", json.dumps(asked)], Ports()
+    with serve(tmp_path / "drafts", *common, *flags, *drafts, *ports.head()) as command:
+        command.wait_for(f"{flags[1]} instance")
+        command.wait_for("ready")
+        assert f"proposed by {draft}" in command.log
+        assert crowd_of(ports, 8) == expected
+        found = counted(ports)
+        assert found["draft_tokens"] >= found["accepted_tokens"] > 50
+        assert found["accepted_tokens_per_pos"] == found["accepted_tokens"]
+        if kills:
+            kill = command.child("Engine_1").kill
+            assert asyncio.run(crowd(ports, kill, 8, salt="none")) == expected
+        assert "Traceback" not in command.log
         assert command.stop() == 0

@@ -1,0 +1,64 @@
+"""Model that proposes tokens, compared with the served one (no torch)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.host.cores import has_gpu
+from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
+from engine.model.finding import find_model
+from engine.model.model_files import read_json
+from engine.model.tokenizer_files import TOKENIZER
+
+logger = logging.getLogger(__name__)
+
+
+def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
+    """The model that proposes tokens for the model ``info``; None where none does.
+
+    Raises:
+        CheckpointError: it is not there, or cannot propose for this model.
+    """
+    wanted = config.scheduler.speculative
+    if wanted is None or not wanted.by_model:
+        return None
+    if has_gpu(config.device) or config.device.on_torch:
+        raise CheckpointError(
+            f"--speculative-config: a {wanted.method} is computed by the native kernels, on a CPU: leave "
+            "--device cuda, --attention-backend and LOCKSTEP_NATIVE_KERNELS=0 out, or draft by ngram"
+        )
+    draft = read_model_info(find_model(wanted.model, None, weights=True))
+    if problem := why_not(draft, info):
+        raise CheckpointError(f"--speculative-config: {problem}")
+    return draft
+
+
+def why_not(draft: ModelInfo, info: ModelInfo) -> str:
+    """Reason why a model cannot propose tokens for another one; empty if it can."""
+    if draft.has_states:
+        return f"{draft.directory} ({draft.architecture}) keeps recurrent states, which a draft must not"
+    if draft.vocab_size != info.vocab_size:
+        return (
+            f"{draft.directory} has {draft.vocab_size} tokens, and {info.directory} has {info.vocab_size}: "
+            "a draft model needs the tokenizer of the model"
+        )
+    own, served = _vocabulary(draft), _vocabulary(info)
+    if own is not None and served is not None and own != served:
+        other = min((text for text in own | served if own.get(text) != served.get(text)), default="")
+        return (
+            f"{draft.directory} has another tokenizer than {info.directory}: {other!r} is token "
+            f"{own.get(other)} in one and {served.get(other)} in the other"
+        )
+    return ""
+
+
+def _vocabulary(info: ModelInfo) -> dict[str, int] | None:
+    """Ids of a tokenizer's tokens; None where its file has no list of them."""
+    tokenizer = read_json(Path(info.directory) / TOKENIZER)
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):
+        return {str(pair[0]): index for index, pair in enumerate(vocab)}
+    return vocab if isinstance(vocab, dict) else None
