@@ -642,9 +642,9 @@ class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
 
     command: str
     status: int
-    """Status as in HTTP: 202 accepted, 400 refused, 404 no such rank, 409 conflict, 503 no launcher.
+    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher.
 
-    200: it is done. 500: what was accepted before cannot succeed any more.
+    200: it is done. 400: refused for what it asks. 500: what was accepted before cannot succeed any more.
     """
     text: str
     """Text for the operator: what happens now, or what prevents it and what to do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from engine.step import ModelFacts, Span, Step, StepResult
 
 if TYPE_CHECKING:
-    from coordinator.messages import GroupPlan, MemoryPart
+    from coordinator.messages import AdapterSource, GroupPlan, MemoryPart
     from coordinator.numerics import Arithmetic
     from engine.transfers.block_memory import CacheMemory
     from parallel.communicators.base import Communicator
@@ -168,6 +168,24 @@ class NewWeights(Protocol):
 
     def discard(self) -> None:
         """Give back what was prepared, if anything was."""
+        ...
+
+
+class AdapterMemory(Protocol):
+    """Low-rank adapters in the memory of an executor's workers."""
+
+    def read(self, source: AdapterSource) -> AdapterSource:
+        """Read an adapter in a background thread; returns it with its digest.
+
+        Steps run meanwhile.
+
+        Raises:
+            engine.adapters.adapter_settings.AdapterError: it cannot be served, or has another digest.
+        """
+        ...
+
+    def drop(self, digests: Collection[str]) -> None:
+        """Forget adapters that no request has; called between two steps."""
         ...
 
 

@@ -435,7 +435,7 @@ class WeightsInUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Size and limits of an instance, which do not change while its weights stay."""
+    """Size and limits of an instance, which change with its weights and adapters only."""
 
     block_size: int
     """Tokens."""
@@ -467,6 +467,8 @@ class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """
     in_use: WeightsInUse = WeightsInUse()
     """Weights of all tokens that it sends from now on."""
+    lacks_adapters: tuple[str, ...] = ()
+    """Digests of retired adapters that requests in flight may have, and this instance does not."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.messages import Balancing, Lora, Settings
+from coordinator.messages import AdapterList, Balancing, Lora, Settings
 from engine.adapters.adapter_settings import settled
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.config.expert_balancing import read_config
@@ -35,12 +35,16 @@ from parallel.topology import kv_heads_of
 logger = logging.getLogger(__name__)
 
 
-def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, Settings]:
+def resolve(
+    config: EngineConfig, size: int | None = None, *, unread: bool = False
+) -> tuple[ModelInfo, Settings]:
     """Find the model and settle every setting that depends on it.
 
-    ``size`` is ``-dp``, if it was given. Without it, whether experts are spread is not known yet.
+    ``size`` is ``-dp``, if it was given. Without it, whether experts are spread is not known yet. ``unread``:
+    adapters keep the digests that they have, if any.
 
     Raises:
+        AdapterError: an adapter cannot be served.
         CheckpointError: the model is not there or cannot be served as asked.
     """
     model = config.model
@@ -65,7 +69,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         max_num_seqs=config.scheduler.most_requests(),
         performance_mode=config.scheduler.performance_mode,
         quantization=config.model.online or "",
-        lora=_lora(config.lora, model.served_model_name or (model.model or SHIPPED_MODEL,)),
+        lora=_lora(config.lora, model.served_model_name or (model.model or SHIPPED_MODEL,), unread=unread),
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -76,14 +80,25 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     return info, settings
 
 
-def _lora(config: LoraConfig, names: tuple[str, ...]) -> Lora | None:
-    """Adapters with their digests; None without any. ``names``: those of the model."""
+def _lora(config: LoraConfig, names: tuple[str, ...], *, unread: bool) -> Lora | None:
+    """Adapters with their digests; None without any. ``names``: those of the model.
+
+    Raises:
+        AdapterError: one cannot be served.
+    """
     if not config.enable_lora:
         return None
     for source in config.sources:
         if source.name in names:  # else its requests would be answered by the adapter
             raise CheckpointError(f"{source.name} is the model's own name: give the adapter another one")
-    return Lora(tuple(map(settled, config.sources)), config.max_loras, config.max_lora_rank)
+    allowed = config.allowed_local_adapter_path
+    return Lora(
+        tuple(config.sources if unread else map(settled, config.sources)),
+        config.max_loras,
+        config.max_lora_rank,
+        config.max_cpu_loras,
+        str(Path(allowed).expanduser().absolute()) if allowed else "",
+    )
 
 
 def _place(model: str | None, info: ModelInfo) -> str | None:
@@ -173,6 +188,14 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
     )
 
 
+def with_adapters(settings: Settings, changed: AdapterList) -> Settings:
+    """Settings of a mesh with the adapters that it serves now; ``changed``: those of its orders."""
+    if settings.lora is None or not changed.number:
+        return settings
+    lora = msgspec.structs.replace(settings.lora, adapters=changed.adapters)
+    return msgspec.structs.replace(settings, lora=lora)
+
+
 def _lora_config(lora: Lora | None) -> LoraConfig:
     """The mesh's adapters as flags name them."""
     if lora is None:
@@ -183,6 +206,8 @@ def _lora_config(lora: Lora | None) -> LoraConfig:
         lora_modules=tuple(modules),
         max_loras=lora.max_loras,
         max_lora_rank=lora.max_lora_rank,
+        max_cpu_loras=lora.max_cpu_loras,
+        allowed_local_adapter_path=lora.allowed_path or None,
     )
 
 

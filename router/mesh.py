@@ -60,8 +60,17 @@ class ServedModel(msgspec.Struct, frozen=True):
         return name in self.names or any(each.name == name for each in self.adapters)
 
     def adapter_of(self, name: str) -> str:
-        """Digest of the adapter of this name; empty if it is the model's."""
-        return next((each.digest for each in self.adapters if each.name == name), "")
+        """Digest of the adapter of this name; empty for the model's names, and for none.
+
+        Raises:
+            LookupError: requests may not use the name (any more).
+        """
+        if not name or name in self.names:
+            return ""
+        for each in self.adapters:
+            if each.name == name:
+                return each.digest
+        raise LookupError(f"no model and no adapter is named {name}")
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -25,11 +26,13 @@ from coordinator.process.tracing import Tracing, TracingMissing
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
+from router.app.adapters import loads_adapters
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
 from router.app.dashboard.feed import Feed
 from router.app.dashboard.page import Dashboard
-from router.app.middleware import RootPath
+from router.app.middleware import KeyCheck, RootPath
+from router.app.refusals import Refusals
 from router.config import HttpConfig, RouterConfig
 from router.dispatch.client import MeshClient
 from router.dispatch.ledger import named
@@ -302,7 +305,12 @@ def _app(
         prefix,
         None if room is None else Path(room).absolute(),
     )
-    gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
+    adapters: ASGIApp | None = None
+    if loads_adapters(os.environ):
+        logger.warning("clients may load and unload adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING)")
+        keys_of_clients = config.http.api_key
+        adapters = KeyCheck(admin, keys_of_clients, Refusals()) if keys_of_clients else admin
+    gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key, adapters=adapters)
     return RootPath(gate, prefix) if prefix else gate
 
 

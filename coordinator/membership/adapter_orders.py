@@ -29,7 +29,7 @@ BAD_REQUEST = 400
 READ_TIMEOUT = 120.0
 """Seconds for all instances to read an adapter."""
 KEPT_FOR = 30.0
-"""Seconds for which a retired adapter stays in memory after the last request that has it.
+"""Seconds for which a retired adapter stays in memory after its last request.
 
 Requests whose tokens are being counted, and those of a router that is silent, may still come.
 """
@@ -101,7 +101,7 @@ class AdapterOrders:
         self._used_at.update(dict.fromkeys(digests, now))
 
     def go_on(self, now: float) -> Iterator[Note]:
-        """Decide or give up the load under way, and forget retired adapters, if it is time."""
+        """Decide or give up the load under way; forget retired adapters without requests."""
         yield from self._decide(now)
         self._forget_unused(now)
 

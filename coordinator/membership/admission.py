@@ -74,6 +74,21 @@ def problem_with(
     return "this instance differs from the mesh: " + "; ".join(differences)
 
 
+def without_adapters(message: Register) -> Register:
+    """A registration without the adapters of its command line, where the mesh has others by now."""
+    settings = message.settings
+    if settings is None or settings.lora is None:
+        return message
+    lora = msgspec.structs.replace(settings.lora, adapters=())
+    return msgspec.structs.replace(message, settings=msgspec.structs.replace(settings, lora=lora))
+
+
+def lacks_adapters(message: Register) -> bool:
+    """Whether an instance cannot read an adapter of its command line."""
+    lora = None if message.settings is None else message.settings.lora
+    return lora is not None and not all(each.digest for each in lora.adapters)
+
+
 def without_weights(numerics: Numerics) -> Numerics:
     """A numerics class without what follows from the weights."""
     return msgspec.structs.replace(numerics, fingerprint="", weights="")

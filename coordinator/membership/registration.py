@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coordinator.membership.admission import OneModel, crowd_for, other_class, problem_with
+import msgspec
+
+from coordinator.membership.admission import (
+    OneModel,
+    crowd_for,
+    lacks_adapters,
+    other_class,
+    problem_with,
+    without_adapters,
+)
 from coordinator.membership.groups import Groups
 from coordinator.membership.records import Instruction, Note, Peer, Record, Send
 from coordinator.membership.roster import Roster
@@ -45,8 +54,15 @@ class Registration:
             self._orders.learn(message.orders)
             yield Send(peer, self._welcome(known, message))
             return
-        problem = problem_with(message, roster.size, roster.settings, roster.records)
-        change = self._orders.change_weights or (message.orders or NO_ORDERS).weights.number > 0
+        theirs = message.orders or NO_ORDERS
+        has_list = self._orders.change_adapters or theirs.adapters.number > 0
+        problem = self._problem_with(message, has_list=has_list)
+        if not has_list and lacks_adapters(message):
+            if not self._orders.knows_all:
+                yield Send(peer, AdmissionWait("waits for instances that know the mesh's adapters"))
+                return
+            problem = problem or "it cannot read its adapters (--lora-modules), as its log says"
+        change = self._orders.change_weights or theirs.weights.number > 0
         problem = problem or self._model.problem_with(message.numerics, change=change)
         remark = None
         if message.numerics is not None and not change:
@@ -86,6 +102,14 @@ class Registration:
             yield note_of_class(record, remark)
         yield Send(peer, self._welcome(record, message))
         self._log.touch(record.instance)
+
+    def _problem_with(self, message: Register, *, has_list: bool) -> str | None:
+        """Why an instance can never join; ``has_list``: standing orders name the mesh's adapters."""
+        roster, settings = self._roster, self._roster.settings
+        if has_list and settings is not None and settings.lora is not None:
+            lora = msgspec.structs.replace(settings.lora, adapters=())
+            settings, message = msgspec.structs.replace(settings, lora=lora), without_adapters(message)
+        return problem_with(message, roster.size, settings, roster.records)
 
     def _turn_away(self, peer: Peer, message: Register, crowd: str, now: float) -> Iterator[Instruction]:
         """Answer one instance more than there are experts for.

@@ -89,6 +89,25 @@ def settled(source: AdapterSource) -> AdapterSource:
     return AdapterSource(source.name, str(path), digest)
 
 
+def check_place(path: Path, allowed: str | None) -> None:
+    """Refuse an adapter whose files are not in the directory that is allowed.
+
+    Links are followed. None: any is allowed.
+
+    Raises:
+        AdapterError: they are elsewhere.
+    """
+    if allowed is None:
+        return
+    inside = Path(allowed).resolve()
+    for each in (path, path / CONFIG, path / WEIGHTS):
+        if not each.resolve().is_relative_to(inside):
+            raise AdapterError(
+                f"{path} is not in {allowed}: adapters are loaded from there only "
+                "(--allowed-local-adapter-path)"
+            )
+
+
 def digest_of(path: Path, settings: Mapping[str, Any]) -> str:
     """Digest of all that decides what an adapter computes, in hexadecimal.
 

@@ -13,7 +13,7 @@ class ReadAdapter(msgspec.Struct, frozen=True):
     """Instruction: read this adapter into memory, in the background."""
 
     key: str
-    """Digest of an adapter of the list, or id of the command that loads a new one."""
+    """Digest of a listed adapter, or id of the command that loads one."""
     source: AdapterSource
 
 

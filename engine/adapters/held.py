@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
-from engine.adapters.adapter_settings import AdapterError, settled
+from engine.adapters.adapter_settings import AdapterError, check_place, settled
 from engine.config.lora import LoraConfig
 from engine.kernels.adapters.sites import AdapterRoom, LowRank, Sites
 from engine.model.weights import LoadedModel
@@ -21,8 +22,12 @@ logger = logging.getLogger(__name__)
 class HeldAdapters:
     """Adapters of one worker, by their digest."""
 
-    def __init__(self, model: LoadedModel, sites: Sites) -> None:
-        """``model``: it, or this worker's shard of it; ``sites``: places in its native program."""
+    def __init__(self, model: LoadedModel, sites: Sites, allowed: str | None = None) -> None:
+        """``model``: it, or this worker's shard of it; ``sites``: places in its native program.
+
+        ``allowed``: directory that adapters must be in whose digest is not known; None: any.
+        """
+        self._allowed = allowed
         self._model, self._sites = model, sites
         self._names = {name: id(part) for name, part in model.module.named_modules()}
         self._parts: dict[str, dict[int, LowRank]] = {}
@@ -38,14 +43,37 @@ class HeldAdapters:
         Raises:
             AdapterError: one cannot be served; the message says why.
         """
-        for source in map(settled, sources):
-            adapter = read_adapter(source, self._whole(), self._sites.room.rank)
-            self._parts[source.digest] = self._placed(source, adapter)
-            num_bytes = sum(part.a.nbytes + part.b.nbytes for part in adapter.parts.values())
-            logger.info(
-                "adapter %s: rank %d, %d layers, %.1f MiB",
-                source.name, adapter.rank, len(adapter.parts), num_bytes / 2**20,
-            )  # fmt: skip
+        for source in sources:
+            self._read(settled(source))
+
+    def read(self, source: AdapterSource) -> AdapterSource:
+        """Read one adapter while steps run, in any thread; returns it with its digest.
+
+        Raises:
+            AdapterError: it cannot be served, or is not the one of that digest.
+        """
+        if not source.digest:
+            check_place(Path(source.path), self._allowed)
+        found = settled(source)
+        if found.digest not in self._parts:
+            self._read(found)
+        return found
+
+    def drop(self, digests: Collection[str]) -> None:
+        """Forget adapters that no request has."""
+        for digest in digests:
+            self._parts.pop(digest, None)
+
+    def _read(self, source: AdapterSource) -> None:
+        adapter = read_adapter(source, self._whole(), self._sites.room.rank)
+        parts = self._placed(source, adapter)
+        settled(source)  # else what was read may have another digest
+        self._parts[source.digest] = parts
+        num_bytes = sum(part.a.nbytes + part.b.nbytes for part in adapter.parts.values())
+        logger.info(
+            "adapter %s: rank %d, %d layers, %.1f MiB",
+            source.name, adapter.rank, len(adapter.parts), num_bytes / 2**20,
+        )  # fmt: skip
 
     def _whole(self) -> Any:
         """A model of the whole class, without memory."""
@@ -96,6 +124,6 @@ def held_adapters(config: LoraConfig, model: LoadedModel, sites: Sites | None) -
     """
     if sites is None:
         return None
-    held = HeldAdapters(model, sites)
+    held = HeldAdapters(model, sites, config.allowed_local_adapter_path)
     held.load(config.sources)
     return held

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from coordinator.messages import AdapterSource
+from coordinator.messages import MOST_ADAPTERS, AdapterSource
 from coordinator.settings.flags import Count, flag
 
 MOST_LORAS = 256
@@ -31,6 +31,20 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         flag(help="Adapters that running requests of an instance have at once."),
     ] = 8
     max_lora_rank: Annotated[Count, flag(help="Highest rank of an adapter.")] = 16
+    max_cpu_loras: Annotated[
+        int,
+        Meta(ge=1, le=MOST_ADAPTERS),
+        flag(
+            help="Most adapters of the mesh; those that were unloaded count while requests in flight have "
+            "them."
+        ),
+    ] = MOST_ADAPTERS
+    allowed_local_adapter_path: Annotated[
+        str | None,
+        flag(
+            help="Directory that adapters must be in which are loaded while the mesh serves.  [default: any]"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.lora_modules and not self.enable_lora:
@@ -39,6 +53,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"--lora-modules names {twice[0]} twice: give each adapter a name of its own")
+        if len(names) > self.max_cpu_loras:
+            raise ValueError(f"{len(names)} adapters are more than --max-cpu-loras {self.max_cpu_loras}")
 
     @property
     def sources(self) -> tuple[AdapterSource, ...]:

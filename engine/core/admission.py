@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import msgspec
 
@@ -38,10 +38,10 @@ class Admission:
         max_model_len: int,
         scheduler: Scheduler,
         sharing: CacheSharing,
-        adapters: Collection[str] = (),
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
-        """``adapters``: digests of those that the instance has."""
-        self._adapters = adapters
+        """``adapters``: names of those in memory by digest, which may change; None: there are none."""
+        self.adapters: Mapping[str, str] = {} if adapters is None else adapters
         self._limits = limits
         self._info = info
         self._max_model_len = max_model_len
@@ -163,8 +163,8 @@ class Admission:
 
     def _problem_with(self, submit: Submit) -> str | None:
         num_prompt = len(submit.prompt_ids)
-        if submit.adapter and submit.adapter not in self._adapters:
-            return f"the instance has no adapter with the digest {submit.adapter}"
+        if submit.adapter and submit.adapter not in self.adapters:
+            return f"the adapter with the digest {submit.adapter} is not served any more"
         if num_prompt == 0:
             return "the prompt is empty"
         if num_prompt >= self._max_model_len:

@@ -41,6 +41,8 @@ class Reporting:
         self._steps = steps
         self.in_use = WeightsInUse()
         """Weights of all further steps, as routers learn of them."""
+        self.lacks_adapters: tuple[str, ...] = ()
+        """Digests of retired adapters that other instances may have, and this one does not."""
 
     def __repr__(self) -> str:
         return f"<Reporting {self.snapshot}>"
@@ -105,11 +107,11 @@ class Reporting:
         lora, queues = self._config.lora, self._scheduler.queues
         if not lora.enable_lora:
             return None
-        names = {source.digest: source.name for source in lora.sources}
+        names = self._admission.adapters
         waiting = {request.adapter for request in queues.waiting if request.adapter}
-        running = queues.adapters.running
         return AdapterUse(
-            lora.max_loras, *(sorted(map(names.__getitem__, each)) for each in (running, waiting))
+            lora.max_loras,
+            *(sorted({names[each] for each in those}) for those in (queues.adapters.running, waiting)),
         )
 
     @property
@@ -130,6 +132,7 @@ class Reporting:
             inherited_at=self._sharing.inherited_at,
             weights=self._sharing.weights,
             in_use=self.in_use,
+            lacks_adapters=self.lacks_adapters,
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from coordinator.messages import MemoryPart
+from coordinator.messages import AdapterSource, MemoryPart
 from coordinator.numerics import Arithmetic
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes
@@ -133,6 +133,19 @@ class DiscardShard(msgspec.Struct, frozen=True, tag="discard_shard"):
     """Order to give back weights that were prepared, or to stop preparing them."""
 
 
+class ReadAdapterFiles(msgspec.Struct, frozen=True, tag="read_adapter"):
+    """Order to read a low-rank adapter into memory, beside the steps."""
+
+    number: int
+    source: AdapterSource
+
+
+class DropAdapterFiles(msgspec.Struct, frozen=True, tag="drop_adapters"):
+    """Order to forget low-rank adapters."""
+
+    digests: tuple[str, ...]
+
+
 ToWorker = (
     Begin
     | Meet
@@ -147,6 +160,8 @@ ToWorker = (
     | SwitchShard
     | GiveBackMemory
     | DiscardShard
+    | ReadAdapterFiles
+    | DropAdapterFiles
 )
 
 # ---- worker -> engine
@@ -252,6 +267,15 @@ class ShardPrepared(msgspec.Struct, frozen=True, tag="shard_prepared"):
     problem: str = ""
 
 
+class AdapterFilesRead(msgspec.Struct, frozen=True, tag="adapter_read"):
+    """Report that a low-rank adapter is in memory, or why not."""
+
+    number: int
+    source: AdapterSource | None = None
+    """The adapter, with its digest."""
+    problem: str = ""
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Report that a worker has failed and ends."""
 
@@ -272,5 +296,6 @@ FromWorker = (
     | Joined
     | Spans
     | ShardPrepared
+    | AdapterFilesRead
     | WorkerFailed
 )

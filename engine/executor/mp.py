@@ -40,6 +40,7 @@ from engine.executor.messages import (
     Spans,
     TellSpans,
 )
+from engine.executor.mp_adapters import MpAdapters
 from engine.executor.mp_weights import MpWeights
 from engine.executor.shard_memory import ShardMemory, WorkerCache
 from engine.executor.worker_channels import WorkerChannels
@@ -94,6 +95,8 @@ class MpExecutor:
         self._arithmetic: list[Arithmetic] = []
         self.new_weights = MpWeights(0, self._on_weights)
         """Preparation and switch of other weights, once there is a cache."""
+        self.adapters: MpAdapters | None = None
+        """Low-rank adapters in the workers' memory, once there is a cache; None: there are none."""
         self._caches: list[CacheAt | None] = []
         self._num_slots: list[int] = []
         """Slots of each kind of piece, blocks first."""
@@ -214,6 +217,9 @@ class MpExecutor:
         self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
         self.new_weights = MpWeights(len(self._workers), self._on_weights)
         self._channels.on_weights = self.new_weights.take_in
+        if self._config.lora.enable_lora:
+            self.adapters = MpAdapters(len(self._workers))
+            self._channels.on_adapter = self.adapters.take_in
         self._caches = [each.cache for each in allocated]
         self._num_slots = [num_blocks, num_states][: 1 + bool(num_states)]
 
@@ -252,6 +258,8 @@ class MpExecutor:
 
     def _send_orders(self) -> None:
         for order in self.new_weights.take_orders():
+            self._channels.send_all(order)
+        for order in () if self.adapters is None else self.adapters.take_orders():
             self._channels.send_all(order)
 
     # ---- steps

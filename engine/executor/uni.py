@@ -15,7 +15,7 @@ import torch
 
 from coordinator.messages import MemoryPart
 from coordinator.numerics import TORCH, Arithmetic
-from engine.adapters.held import adapter_room, held_adapters
+from engine.adapters.held import HeldAdapters, adapter_room, held_adapters
 from engine.attention import make_attention
 from engine.attention.base import (
     PLAN_KEYWORD,
@@ -96,6 +96,8 @@ class UniExecutor(SpreadShard):
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""
+        self.adapters: HeldAdapters | None = None
+        """Low-rank adapters in memory; None: there is no room for any."""
         self._staging: CacheStaging | None = None
         """Copies of KV blocks from and to a device; None: there are none."""
         self._num_blocks = self._num_states = 0
@@ -237,8 +239,8 @@ class UniExecutor(SpreadShard):
             )
             self._program.use(native)
             self._stored = native.stored
-            adapters = held_adapters(self._config.lora, model, self._program.sites)
-            self._runner = ModelRunner(model, None, block_size, self._program, adapters=adapters)
+            self.adapters = held_adapters(self._config.lora, model, self._program.sites)
+            self._runner = ModelRunner(model, None, block_size, self._program, adapters=self.adapters)
             self._runner.use_drafts(self._drafts, num_blocks)
             self._attention = self._program.attention
             if self._held is not None:
@@ -480,7 +482,7 @@ class UniExecutor(SpreadShard):
 
     def close(self) -> None:
         """Let go of the weights and the cache."""
-        self._runner = None
+        self._runner = self.adapters = None
         self._stored = []
         self._staging = None
         self._held = None

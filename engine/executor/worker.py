@@ -31,6 +31,7 @@ from engine.executor.messages import (
     CacheAt,
     Computed,
     DiscardShard,
+    DropAdapterFiles,
     Execute,
     FirstRun,
     Free,
@@ -46,6 +47,7 @@ from engine.executor.messages import (
     Phase,
     PrepareShard,
     Read,
+    ReadAdapterFiles,
     SetThreads,
     Spans,
     SwitchShard,
@@ -53,6 +55,7 @@ from engine.executor.messages import (
     ToWorker,
     WorkerFailed,
 )
+from engine.executor.mp_adapters import read_beside_steps
 from engine.executor.worker_weights import WorkerWeights
 from engine.host import deferred
 from engine.host.cores import has_gpu
@@ -257,6 +260,12 @@ class Worker:
                 executor.give_back(part)
             case DiscardShard():
                 self._weights_of(executor).discard()
+            case ReadAdapterFiles():
+                assert executor.adapters is not None
+                read_beside_steps(executor.adapters, message, self._send)
+            case DropAdapterFiles(digests):
+                assert executor.adapters is not None
+                executor.adapters.drop(digests)
             case _:
                 raise AssertionError(f"{begin.name} got {message!r} while it serves")
 

@@ -18,7 +18,14 @@ import msgspec
 
 from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, WorkerEnd
-from engine.executor.messages import FromWorker, Phase, ShardPrepared, ToWorker, WorkerFailed
+from engine.executor.messages import (
+    AdapterFilesRead,
+    FromWorker,
+    Phase,
+    ShardPrepared,
+    ToWorker,
+    WorkerFailed,
+)
 from engine.executor_contract import Progress, WorkerLost
 from engine.model.errors import CheckpointError
 
@@ -48,6 +55,8 @@ class WorkerChannels:
         """Why the instance cannot go on."""
         self.on_weights: Callable[[ShardPrepared], None] = lambda prepared: None
         """Called with each report on new weights."""
+        self.on_adapter: Callable[[AdapterFilesRead], None] = lambda read: None
+        """Called with each report on an adapter."""
         self.are_serving = False
         """Whether all workers wait for steps, so that they end as soon as asked."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -207,6 +216,9 @@ class WorkerChannels:
                     self._failed(worker, message)
                 if isinstance(message, ShardPrepared):
                     self.on_weights(message)  # it comes at any time, and no step waits for it
+                    continue
+                if isinstance(message, AdapterFilesRead):
+                    self.on_adapter(message)
                     continue
                 worker.inbox.append(message)
                 worker.spoke_at = time.monotonic()

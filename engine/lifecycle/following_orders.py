@@ -1,14 +1,15 @@
-"""Standing orders that an instance follows: pauses, and versions of its weights."""
+"""Standing orders that an instance follows: pauses, versions of its weights, adapters."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coordinator.member_connection import MemberConnection
-from coordinator.messages import InFlight, WeightUpdate, WeightVersion
+from coordinator.messages import AdapterSource, InFlight, StandingOrders, WeightUpdate, WeightVersion
+from engine.adapters.loading import AdapterLoading
 from engine.core import EngineCore
-from engine.executor_contract import Executor
+from engine.executor_contract import AdapterMemory, Executor
 from engine.lifecycle.sleeping import SleepFollowing, keep_memory
 from engine.serving.server import Server
 from engine.weight_versions.contract import WeightsRefused
@@ -53,8 +54,12 @@ class OrdersFollowing:
         core: EngineCore,
         executor: Executor,
         on_new_weights: Callable[[WeightVersion], None],
+        adapters: Sequence[AdapterSource] = (),
     ) -> None:
-        """``on_new_weights`` is called with each version that comes into use."""
+        """``on_new_weights`` is called with each version that comes into use.
+
+        ``adapters`` are in memory.
+        """
         self._membership = membership
         self._server = server
         self._core = core
@@ -63,6 +68,13 @@ class OrdersFollowing:
         self._updating = WeightsUpdating(versions, server.wake)
         give_back = getattr(executor, "give_back", keep_memory)
         self._sleeping = SleepFollowing(core, give_back, versions, server.wake)
+        memory: AdapterMemory | None = getattr(executor, "adapters", None)
+        self._adapters: AdapterLoading | None = None
+        """None: this instance has no room for adapters."""
+        if memory is not None:
+            self._adapters = AdapterLoading(memory, adapters, server.wake)
+        self._adapters_seen: tuple[StandingOrders, int] | None = None
+        """Orders and changes of adapters at the last look."""
         membership.follow_orders(server.wake)
 
     def __repr__(self) -> str:
@@ -73,8 +85,10 @@ class OrdersFollowing:
 
         Raises:
             engine.weight_versions.updating.WeightsLost: the mesh's weights cannot be used here.
+            engine.adapters.loading.AdaptersLost: one of its adapters cannot be served here.
         """
         orders = self._membership.orders
+        has_adapters = self._adapters is None or self._follow_adapters(self._adapters, orders)
         has_weights = self._updating.follow(orders, lambda: self._core.hold_steps(True))
         self._membership.report_weights(self._updating.report())
         if has_weights:
@@ -86,7 +100,7 @@ class OrdersFollowing:
         if goes_on and not (has_weights and sleeping.follow(orders)):
             return False  # what was given back comes before the first step
         stands_still = self._server.set_pause(orders.standstill)
-        if not (has_weights and stands_still and sleeping.follow(orders)):
+        if not (has_weights and has_adapters and stands_still and sleeping.follow(orders)):
             return False
         self._membership.in_effect(orders)
         what = "not paused" if orders.standstill is None else f"paused ({orders.standstill})"
@@ -94,9 +108,26 @@ class OrdersFollowing:
         return True
 
     def close(self) -> None:
-        """Stop preparing weights."""
+        """Stop preparing weights, and reading adapters."""
         self._updating.close()
         self._sleeping.close()
+        if self._adapters is not None:
+            self._adapters.close()
+
+    def _follow_adapters(self, adapters: AdapterLoading, orders: StandingOrders) -> bool:
+        """Read and drop adapters as ordered; returns whether all of the list are in memory."""
+        has_all = adapters.follow(orders, lambda: self._core.adapters_in_use)
+        news = orders, adapters.num_changes
+        if news == self._adapters_seen:
+            return has_all
+        self._adapters_seen = news
+        self._core.set_adapters(adapters.names)
+        reports = self._core.reports
+        if (lacks := adapters.lacking(orders)) != reports.lacks_adapters:
+            reports.lacks_adapters = lacks
+            self._server.tell_capacity()
+        self._membership.report_adapters(adapters.report(orders))
+        return has_all
 
     def _versions(self, executor: Executor) -> FixedWeights | InstanceWeights:
         workers = getattr(executor, "new_weights", None)

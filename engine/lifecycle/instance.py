@@ -21,6 +21,8 @@ from coordinator.numerics import TORCH, Numerics
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
 from coordinator.rpc.keys import MeshKeys
+from engine.adapters.adapter_settings import AdapterError
+from engine.adapters.loading import AdaptersLost
 from engine.compute.trace import write_chrome_trace
 from engine.config import InstanceConfig
 from engine.core import EngineCore, ModelPlace
@@ -46,7 +48,7 @@ from engine.model.host_digest import host_digest
 from engine.numerics import kind_problem, numerics_of
 from engine.pieces.kinds import BoundarySlots
 from engine.serving.server import Server
-from engine.settings import adopt, ignored_when_joining, resolve
+from engine.settings import adopt, ignored_when_joining, resolve, with_adapters
 from engine.step import ModelFacts
 from engine.weight_versions.updating import WeightsLost
 from parallel.devices import cuda_devices, device_sharers
@@ -90,6 +92,8 @@ class InstanceProcess:
         self._stats: StatsLine | None = None
         self._step_thread = threading.get_ident()
         self._settings: Settings | None = None
+        self._adapter_problem: AdapterError | None = None
+        """Why an adapter of the command line cannot be served."""
         self._numerics: Numerics | None = None
         self._rank = 0
         self._host = ""
@@ -131,7 +135,13 @@ class InstanceProcess:
                     ", ".join(ignored),
                 )
             return None
-        return resolve(self._config, self._mesh.data_parallel_size)[1]
+        size = self._mesh.data_parallel_size
+        try:
+            return resolve(self._config, size)[1]
+        except AdapterError as error:  # no harm if the mesh has others by now
+            logger.warning("%s; the mesh may have other adapters by now", error)
+            self._adapter_problem = error
+            return resolve(self._config, size, unread=True)[1]
 
     def _register(self, settings: Settings | None) -> MemberConnection:
         membership = MemberConnection(
@@ -157,6 +167,8 @@ class InstanceProcess:
         try:
             welcome = membership.wait_for_welcome(self._mesh.startup_timeout)
         except RegistrationRefused as error:
+            if self._adapter_problem is not None:
+                raise self._adapter_problem from error
             raise InstanceEnded(
                 process.EXIT_REFUSED, f"the coordinator refused this instance: {error}"
             ) from error
@@ -166,7 +178,7 @@ class InstanceProcess:
             process.set_up(f"Engine_{welcome.rank}", self._log_level)
         self._rank = welcome.rank
         logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
-        self._config = adopt(self._config, welcome.settings)
+        self._config = adopt(self._config, with_adapters(welcome.settings, welcome.orders.adapters))
         if welcome.settings.enable_expert_parallel:
             from engine.groups.spread import first_share
 
@@ -285,6 +297,7 @@ class InstanceProcess:
         self._orders = OrdersFollowing(
             membership, self._server, core, executor,
             lambda version: self._tell_weights(version, membership, info, core, executor),
+            self._config.lora.sources,
         )  # fmt: skip
         self._catch_up()
         if self._place is None:
@@ -394,7 +407,7 @@ class InstanceProcess:
         assert self._orders is not None
         try:
             return self._orders.follow()
-        except WeightsLost as error:
+        except (WeightsLost, AdaptersLost) as error:
             raise InstanceEnded(process.EXIT_FAILED, str(error)) from error
 
     def _between_steps(

@@ -17,6 +17,7 @@ from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
 from router.text.prompt_text import PromptText
 from router.text.stops import StopStrings
+from router.text.text_models import no_such_model
 
 UNPREDICTABLE = random.SystemRandom()
 
@@ -50,7 +51,11 @@ def make_samples(
     if count > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
     prompt_logprobs = _prompt_logprobs(understood)
-    adapter = understood.model.served.adapter_of(understood.wanted.model or "")
+    name = understood.wanted.model or ""
+    try:
+        adapter = understood.model.served.adapter_of(name)
+    except LookupError as error:  # it was unloaded a moment ago
+        raise no_such_model(name) from error
     if adapter and terms.records:
         refuse("Capsules of answers by an adapter are not made: ask without one.", "X-Lockstep-Capsule")
     stops = StopStrings(params.stop) if params.stop else None

@@ -39,6 +39,7 @@ from coordinator.messages import (
     View,
 )
 from engine.messages import InstanceReport
+from router.app.adapters import ADAPTER_PATHS, AdapterEndpoints
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
@@ -71,7 +72,9 @@ MAX_REQUESTS = 1000
 """Most requests that ``/admin/requests`` lists."""
 
 
-ADMIN_PATHS = frozenset({"/admin", ELASTIC, REBALANCE, RESET}) | PATHS | TRANSFER_PATHS | SLEEP_PATHS
+ADMIN_PATHS = (
+    frozenset({"/admin", ELASTIC, REBALANCE, RESET}) | PATHS | TRANSFER_PATHS | SLEEP_PATHS | ADAPTER_PATHS
+)
 """Paths of the admin API beside those that begin with ``/admin/``."""
 
 
@@ -338,6 +341,7 @@ def make_admin_app(
             *RolloutEndpoints(mesh, command).routes(),
             *SleepEndpoints(mesh, command).routes(),
             *TransferEndpoints(mesh, command, room).routes(),
+            *AdapterEndpoints(mesh, command).routes(),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
@@ -355,7 +359,17 @@ class AdminGate:
     endpoint's port the admin API exists only if it has keys.
     """
 
-    def __init__(self, endpoint: ASGIApp, admin: ASGIApp, *, port: int | None, keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        endpoint: ASGIApp,
+        admin: ASGIApp,
+        *,
+        port: int | None,
+        keys: Sequence[str],
+        adapters: ASGIApp | None = None,
+    ) -> None:
+        """``adapters`` answers the paths of adapters on the endpoint's port, without ``keys``; None: 404."""
+        self._adapters = adapters
         self._endpoint = endpoint
         self._admin = admin
         self._port = port
@@ -378,7 +392,8 @@ class AdminGate:
         if self._checked is not None:
             return self._checked
         if not on_admin_port:
-            return self._endpoint  # which knows no such path
+            is_open = self._adapters is not None and path in ADAPTER_PATHS
+            return self._adapters if is_open and self._adapters is not None else self._endpoint
         # A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
         if any(name == b"origin" for name, _ in scope["headers"]) or foreign_host(scope) is not None:
             message = "Web pages, and other sites, may use the admin API only with --admin-api-key."

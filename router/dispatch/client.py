@@ -15,16 +15,19 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from coordinator.commands import ask
 from coordinator.member_connection import Watcher
 from coordinator.messages import (
+    AdapterList,
     Drain,
     OperatorAnswer,
     Settings,
     State,
+    View,
 )
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
@@ -80,6 +83,9 @@ class MeshClient(RouterFacts):
         self._watcher = Watcher(coordinator, self._name, self._context, keys)
         self._tokenizer = Path(tokenizer).expanduser() if tokenizer else None
         self._model: ServedModel | None = None
+        self._adapters = AdapterList()
+        """The newest list of standing orders."""
+        self._watcher.adapters_in_use = self._adapters_in_use
         self._pool = Pool()
         self._ledger = Ledger()
         self._policy = policy
@@ -180,6 +186,7 @@ class MeshClient(RouterFacts):
         self._mover.waiting_for = head.waiting_for
         if self._model is None and head.settings is not None:
             self._model = self._learn_model(head.settings)
+        self._follow_adapters(head)
         if self._pool.can_follow(news, head):
             changes = self._pool.follow(news, time.monotonic())
         else:
@@ -200,6 +207,22 @@ class MeshClient(RouterFacts):
 
     async def _drain(self, wish: Drain) -> OperatorAnswer:
         return await ask(self._coordinator, wish, DRAIN_TIMEOUT, self._keys)
+
+    def _follow_adapters(self, head: View) -> None:
+        """Serve the adapters of the standing orders; those of a view that is not complete may be old."""
+        found, known = head.orders.adapters, self._adapters
+        is_older = found.number < known.number and not head.complete
+        if self._model is None or found == known or is_older or not found.number:
+            return
+        self._adapters = found
+        self._model = msgspec.structs.replace(self._model, adapters=found.adapters)
+
+    def _adapters_in_use(self) -> tuple[str, ...]:
+        """Digests of retired adapters that requests in flight have."""
+        retired = {each.digest for each in self._adapters.retired}
+        if not retired:
+            return ()
+        return tuple(sorted(retired & {entry.prompt.adapter for entry in self._mover.streams}))
 
     def _learn_model(self, settings: Settings) -> ServedModel | None:
         try:

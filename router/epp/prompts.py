@@ -49,7 +49,7 @@ class PromptReader:
             if len(prompts) != 1 or (wanted.n or 1) != 1 or pinned_rank(request, wanted) is not None:
                 return None
             key = session(request, wanted)
-        except ApiError:
+        except (ApiError, LookupError):
             return None
         return Prompt(
             request_id=headers.get("x-request-id", ""),

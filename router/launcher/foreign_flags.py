@@ -139,7 +139,7 @@ _IGNORED_VALUES = {
         "safetensors-prefetch-block-size", "pt-load-map-location", "ignore-patterns",
         "model-loader-extra-config",
     ),
-    _LORA: ("max-cpu-loras", "lora-dtype", "lora-extra-vocab-size", "max-lora-cls-labels"),
+    _LORA: ("lora-dtype", "lora-extra-vocab-size", "max-lora-cls-labels"),
     "KV blocks are named by 128 bits of BLAKE2b": ("prefix-caching-hash-algo",),
     "--log-level is for all of it": ("uvicorn-log-level",),
     "heads of requests have limits that do not change": (

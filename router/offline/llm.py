@@ -352,7 +352,7 @@ def _adapters_of(given: Adapters, count: int, served: ServedModel) -> list[str]:
     for each in one_per_prompt(given, count, "lora_request"):
         if each is not None and not isinstance(each, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, or a list of them, not {each!r:.60}")
-        if each is not None and not served.adapter_of(each.lora_name):
+        if each is not None and all(other.name != each.lora_name for other in served.adapters):
             raise ValueError(
                 f"there is no adapter {each.lora_name!r}: LLM(..., enable_lora=True, "
                 f"lora_modules=['{each.lora_name}=DIRECTORY']) serves it"

@@ -44,6 +44,15 @@ class TextModel:
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"
 
+    def follow(self, served: ServedModel) -> bool:
+        """Take over other adapters of the same model; returns False if the model is another one."""
+        if served is self.served:
+            return True
+        if msgspec.structs.replace(served, adapters=self.served.adapters) != self.served:
+            return False
+        self.served = served
+        return True
+
     @property
     def chat_template_digest(self) -> str:
         """Digest of the chat template and of its variables' defaults; empty without one."""

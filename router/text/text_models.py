@@ -48,9 +48,9 @@ class TextModels:
             ApiError: as :meth:`served`, or its tokenizer cannot be used (500), or not now (503).
         """
         served = self.served(name)
-        if self._loaded is None or self._loaded.served != served:
+        if self._loaded is None or not self._loaded.follow(served):
             async with self._loading:
-                if self._loaded is None or self._loaded.served != served:
+                if self._loaded is None or not self._loaded.follow(served):
                     self._loaded = await self._load(served)
         return self._loaded
 

@@ -247,7 +247,7 @@ def test_the_list_and_a_load_under_way_outlive_the_coordinator() -> None:
 
 @pytest.mark.parametrize("seed", range(10_000 if NIGHTLY else 150))
 def test_random_commands_deaths_joins_and_restarts(seed: int) -> None:
-    """Who is shown as ready has all that is served, and in the end nothing else."""
+    """Ready instances have all adapters that are served, and in the end no others."""
     chance = random.Random(seed)
     mesh = AdaptedMesh(2, chance)
     wishes: list[LoadAdapter | UnloadAdapter] = []
