@@ -189,7 +189,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 def with_adapters(settings: Settings, changed: AdapterList) -> Settings:
-    """Settings of a mesh with the adapters that it serves now; ``changed``: those of its orders."""
+    """Settings with the adapters that a mesh serves now; ``changed``: its orders'."""
     if settings.lora is None or not changed.number:
         return settings
     lora = msgspec.structs.replace(settings.lora, adapters=changed.adapters)

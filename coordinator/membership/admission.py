@@ -75,7 +75,7 @@ def problem_with(
 
 
 def without_adapters(message: Register) -> Register:
-    """A registration without the adapters of its command line, where the mesh has others by now."""
+    """A registration without adapters, for a mesh that has others by now."""
     settings = message.settings
     if settings is None or settings.lora is None:
         return message

@@ -55,7 +55,7 @@ class AdapterLoading:
         return self._following.names
 
     def follow(self, orders: StandingOrders, in_use: Callable[[], Collection[str]]) -> bool:
-        """Do what the orders ask for now; returns whether all adapters of their list are in memory.
+        """Do what the orders ask for now; returns whether all listed adapters are here.
 
         Called in the step thread, between two turns. ``in_use`` returns digests of adapters that requests
         here have.

@@ -28,6 +28,9 @@ BESIDE_LOGPROBS = 1 << 16
 """Bytes of a message beside the log-probabilities of a prompt."""
 
 
+NO_ADAPTERS: Mapping[str, str] = {}
+
+
 class Admission:
     """Checks new requests, and holds those that are not ready for the scheduler."""
 
@@ -38,10 +41,11 @@ class Admission:
         max_model_len: int,
         scheduler: Scheduler,
         sharing: CacheSharing,
-        adapters: Mapping[str, str] | None = None,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> None:
-        """``adapters``: names of those in memory by digest, which may change; None: there are none."""
-        self.adapters: Mapping[str, str] = {} if adapters is None else adapters
+        """``adapters``: names of those in memory, by digest."""
+        self.adapters = dict(adapters)
+        """Names of the low-rank adapters in memory, by digest; always this dictionary."""
         self._limits = limits
         self._info = info
         self._max_model_len = max_model_len
@@ -66,6 +70,17 @@ class Admission:
         """The same without the requests that a pause holds back."""
         exchange = self._sharing.exchange
         return not self.grammars and (exchange is None or not exchange.waiting)
+
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """Digests of adapters that requests here have."""
+        here = [*self._scheduler.queues.requests, *self.beside]
+        return {request.adapter for request in here if request.adapter}
+
+    def set_adapters(self, names: Mapping[str, str]) -> None:
+        """Take over which adapters are in memory, between two steps: names by digest."""
+        self.adapters.clear()
+        self.adapters.update(names)
 
     def submit(self, peer: bytes, submit: Submit) -> RequestRefused | None:
         """Queue a request of a router, or return its refusal."""

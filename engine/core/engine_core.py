@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -61,10 +61,9 @@ class EngineCore:
         self.scheduler = Scheduler(_rules(config, executor, place), self.pool, speculation)
         depth = 1 if executor.runs_ahead else executor.in_flight
         self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, depth)
-        self.adapters = {source.digest: source.name for source in config.lora.sources}
-        """Names of the low-rank adapters in memory, by digest; always this dictionary."""
+        adapters = {source.digest: source.name for source in config.lora.sources}
         self._admission = Admission(
-            config.scheduler, info, max_model_len, self.scheduler, self.sharing, self.adapters
+            config.scheduler, info, max_model_len, self.scheduler, self.sharing, adapters
         )
         self._steps = StepPipeline(executor, self.scheduler, self.sharing)
         self.reports = Reporting(
@@ -98,17 +97,6 @@ class EngineCore:
     def grammars(self) -> GrammarCompiler:
         """Requests whose grammars are being compiled."""
         return self._admission.grammars
-
-    @property
-    def adapters_in_use(self) -> set[str]:
-        """Digests of adapters that requests here have."""
-        here = [*self.scheduler.queues.requests, *self._admission.beside]
-        return {request.adapter for request in here if request.adapter}
-
-    def set_adapters(self, names: Mapping[str, str]) -> None:
-        """Take over which adapters are in memory, between two steps: names by digest."""
-        self.adapters.clear()
-        self.adapters.update(names)
 
     @property
     def has_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of an instance with worker processes: the engine's side, and a worker's (no torch).
+"""Low-rank adapters in worker processes: the engine's side, and a worker's (no torch).
 
 Orders wait until the thread of the steps sends them, so that all workers get them between the same two steps.
 """
@@ -67,12 +67,7 @@ class MpAdapters:
 
     def take_orders(self) -> list[ToWorker]:
         """Orders to send to all workers, in turn."""
-        if not self._orders:
-            return []
-        with self._changed:
-            found = [*self._orders]
-            self._orders.clear()
-            return found
+        return [self._orders.popleft() for _ in range(len(self._orders))]
 
     def take_in(self, answer: AdapterFilesRead) -> None:
         """Take in a worker's answer; those to earlier orders are dropped."""
@@ -85,7 +80,7 @@ class MpAdapters:
 def read_beside_steps(
     memory: AdapterMemory, order: ReadAdapterFiles, tell: Callable[[AdapterFilesRead], None]
 ) -> None:
-    """Read an adapter in a thread of a worker; ``tell`` is called there with what came of it."""
+    """Read an adapter in a thread of a worker, which calls ``tell`` with the result."""
 
     def read() -> None:
         try:

@@ -128,7 +128,7 @@ class CacheServices:
         except ValueError as error:
             raise InstanceEnded(process.EXIT_USAGE, str(error)) from error
         publisher.start()
-        self._events = core.sharing.record_events(core.adapters), publisher
+        self._events = core.sharing.record_events(core.admission.adapters), publisher
         where = endpoint_of(config.endpoint, self._rank)
         logger.info("KV events, with the tokens of prompts, are published at %s", where)
 

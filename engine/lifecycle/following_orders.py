@@ -115,13 +115,13 @@ class OrdersFollowing:
             self._adapters.close()
 
     def _follow_adapters(self, adapters: AdapterLoading, orders: StandingOrders) -> bool:
-        """Read and drop adapters as ordered; returns whether all of the list are in memory."""
-        has_all = adapters.follow(orders, lambda: self._core.adapters_in_use)
+        """Read and drop adapters as ordered; returns whether all listed ones are here."""
+        has_all = adapters.follow(orders, lambda: self._core.admission.adapters_in_use)
         news = orders, adapters.num_changes
         if news == self._adapters_seen:
             return has_all
         self._adapters_seen = news
-        self._core.set_adapters(adapters.names)
+        self._core.admission.set_adapters(adapters.names)
         reports = self._core.reports
         if (lacks := adapters.lacking(orders)) != reports.lacks_adapters:
             reports.lacks_adapters = lacks

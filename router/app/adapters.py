@@ -52,9 +52,9 @@ ASK_INTERVAL = 0.02
 VIEW_LOOKS = 50
 """Times that a router looks whether its view has an order, at that interval."""
 UPLOADS = "lockstep-loaded-adapters"
-"""Directory for adapters that came as tensors, beside those that are allowed or in the temporary one."""
+"""Directory of adapters that came as tensors, in the allowed or a temporary one."""
 UNLISTED_FOR = 600.0
-"""Seconds until such files are removed that the mesh does not list: their load failed, or is over."""
+"""Seconds until such files are removed, if the mesh does not list them."""
 ADAPTER_PATHS = frozenset(
     {
         "/v1/load_lora_adapter",
@@ -171,7 +171,7 @@ class AdapterEndpoints:
         return await self._as_sglang(self._unload(request, wanted.lora_name))
 
     async def load_from_tensors(self, request: Request) -> Response:
-        """Load an adapter that comes with the request, by way of files that all instances can read."""
+        """Load an adapter that comes with the request, by way of files for all instances."""
         body = await read_body(request, TENSOR_LIMITS)
         wanted = await run_sized(lambda: _read_tensors(body), len(body))
         if wanted.added_tokens_config:

@@ -209,7 +209,7 @@ class MeshClient(RouterFacts):
         return await ask(self._coordinator, wish, DRAIN_TIMEOUT, self._keys)
 
     def _follow_adapters(self, head: View) -> None:
-        """Serve the adapters of the standing orders; those of a view that is not complete may be old."""
+        """Serve the adapters of the standing orders, unless an incomplete view has older ones."""
         found, known = head.orders.adapters, self._adapters
         is_older = found.number < known.number and not head.complete
         if self._model is None or found == known or is_older or not found.number:

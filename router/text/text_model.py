@@ -45,7 +45,7 @@ class TextModel:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"
 
     def follow(self, served: ServedModel) -> bool:
-        """Take over other adapters of the same model; returns False if the model is another one."""
+        """Take over other adapters of the same model; returns False for another model."""
         if served is self.served:
             return True
         if msgspec.structs.replace(served, adapters=self.served.adapters) != self.served:

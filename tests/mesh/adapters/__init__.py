@@ -1,0 +1,1 @@
+"""Meshes whose low-rank adapters change while they serve."""
