@@ -741,6 +741,8 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     One that was restarted may reuse an epoch number that its predecessor sent to an instance that is away
     now. Those two groups must never meet at a rendezvous.
     """
+    weights: int = 0
+    """Number of the weight version with which its members step."""
 
     @property
     def name(self) -> PlanName:
@@ -774,6 +776,7 @@ class PlanChange(msgspec.Struct, frozen=True, tag="form_change", kw_only=True, o
     """Layer, expert and owners, where layers differ and they are not those of the base."""
     leavers: tuple[str, ...] = ()
     broken: int = 0
+    weights: int = 0
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):

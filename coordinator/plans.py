@@ -46,6 +46,7 @@ def change_of(base: GroupPlan, plan: GroupPlan) -> PlanChange | None:
         ),
         leavers=plan.leavers,
         broken=plan.broken,
+        weights=plan.weights,
     )
 
 
@@ -68,6 +69,7 @@ def changed(base: GroupPlan, change: PlanChange) -> GroupPlan:
         leavers=change.leavers,
         broken=change.broken,
         token=change.token,
+        weights=change.weights,
     )
 
 

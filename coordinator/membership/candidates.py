@@ -12,7 +12,7 @@ from parallel.placement import Placement, assign_experts, cover
 
 
 class Candidates:
-    """The instances that have their weights and are not left out."""
+    """The instances that have the mesh's weights and are not left out."""
 
     def __init__(self, records: Records, reach: Reachability, rebalancing: Rebalancing) -> None:
         """``records`` and ``reach`` are the registry's; only read here."""
@@ -32,7 +32,7 @@ class Candidates:
 
         The same list is returned as long as they do not change.
         """
-        loaded, out = self._records.loaded(), self._reach.left_out
+        loaded, out = self._records.with_weights(), self._reach.left_out
         if not out:
             return loaded
         if self._chosen is None or self._chosen[0] is not loaded or self._chosen[1] != out:

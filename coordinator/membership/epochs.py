@@ -7,7 +7,8 @@ members again until they are in it. The next one is formed when
 - a member is gone (:mod:`coordinator.membership.suspicion` decides who), or the group broke though all live:
   at once;
 - the group has begun everywhere, and somebody wants in, or is drained and wants out; or experts move
-  (:mod:`coordinator.membership.rebalancing`);
+  (:mod:`coordinator.membership.rebalancing`); or the mesh goes over to other weights, which all members have
+  prepared;
 - forming took too long;
 - somebody is left out whom others do not reach (:mod:`coordinator.membership.reach`), or is let back;
 - a restarted coordinator finds that something was going on. It takes over the newest group that anybody
@@ -19,7 +20,7 @@ those who are left, nothing is formed until somebody comes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from coordinator.membership.adoption import Adoption
 from coordinator.membership.candidates import Candidates, shortage
@@ -27,7 +28,7 @@ from coordinator.membership.plan_delivery import PlanDelivery
 from coordinator.membership.reach import Reachability
 from coordinator.membership.rebalancing import Rebalancing
 from coordinator.membership.records import Record, Records, Rules
-from coordinator.messages import GroupPlan, Settings, State
+from coordinator.messages import GroupPlan, Settings, StandingOrders, State
 from parallel.placement import Placement
 
 BACK_OFF = 0.1
@@ -38,8 +39,11 @@ MAX_BACK_OFF = 5.0
 class Epochs:
     """Numbers the groups, and decides when the next one is formed and of which members."""
 
-    def __init__(self, rules: Rules, records: Records, reach: Reachability) -> None:
-        """``records`` and ``reach`` are the registry's; only read here."""
+    def __init__(
+        self, rules: Rules, records: Records, reach: Reachability, orders: Callable[[], StandingOrders]
+    ) -> None:
+        """``records``, ``reach`` and the standing ``orders`` are the registry's; only read here."""
+        self._orders = orders
         self._rules = rules
         self._records = records
         self.rebalancing = Rebalancing()
@@ -223,6 +227,7 @@ class Epochs:
             leavers=tuple(record.instance for record in leavers),
             broken=self._broken,
             token=self._rules.token,
+            weights=self._weights,
         )
         self._formed_at, self._begun, self._apart = now, False, False
         self.rebalancing.formed(form, now)
@@ -256,6 +261,10 @@ class Epochs:
             late = since >= self._rules.forming_timeout
             return f"epoch {form.epoch} did not begin within {since:.0f} s" if late else None
         candidates = self._candidates.all()
+        if self._weights != form.weights:
+            if self.members & self._records.lacking_weights:
+                return None
+            return f"weights {self._weights} take the place of {form.weights}"
         if self._settled is not candidates:
             before, after = self.members, {record.instance for record in candidates}
             joins, leaves = len(after - before), len(before - after)
@@ -264,6 +273,11 @@ class Epochs:
                 return why
             self._settled = candidates
         return self.rebalancing.reason(settings, form, candidates, now)
+
+    @property
+    def _weights(self) -> int:
+        """Number of the weight version with which the next group steps."""
+        return self._orders().weights.number
 
     def _is_well(self) -> bool:
         """Whether the newest group has begun and goes on, as far as is known."""

@@ -16,6 +16,7 @@ from coordinator.membership.operations import ACCEPTED, CONFLICT
 from coordinator.membership.reach import Asked, Reachability
 from coordinator.membership.records import Instruction, Note, Peer, Publish, Record, Send
 from coordinator.membership.roster import Roster
+from coordinator.membership.standing_orders import Orders
 from coordinator.membership.suspicion import Suspicions
 from coordinator.messages import (
     Evidence,
@@ -35,12 +36,14 @@ from coordinator.views import ViewLog
 class Groups:
     """The newest group, the suspicions against its members, and those that groups leave out."""
 
-    def __init__(self, roster: Roster, log: ViewLog) -> None:
+    def __init__(self, roster: Roster, orders: Orders, log: ViewLog) -> None:
+        """``orders``: the standing orders, only read here."""
         self._roster = roster
+        self._orders = orders
         self._records = roster.records
         self._log = log
         self.reach = Reachability(roster.rules, roster.records)
-        self.epochs = Epochs(roster.rules, roster.records, self.reach)
+        self.epochs = Epochs(roster.rules, roster.records, self.reach, lambda: orders.current)
         self.suspicions = Suspicions(roster.rules)
 
     def __repr__(self) -> str:
@@ -142,6 +145,7 @@ class Groups:
         yield from self._look_at_ways(settings, now)
         if self.reach.is_undecided(now):
             return
+        self._records.follow_weights(self._orders.current.weights)
         size = self._roster.size or settings.data_parallel_size
         before = self.epochs.rebalancing.summary
         following = self.epochs.next_form(size, settings, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
@@ -28,6 +28,7 @@ from coordinator.messages import (
     View,
     ViewChange,
     WeightsReport,
+    WeightVersion,
 )
 from coordinator.messages import Peer as GroupPeer
 from coordinator.numerics import Numerics
@@ -238,6 +239,12 @@ class Records(Mapping[int, Record]):
         """The loaded ones by rank; None: to be made again."""
         self.progress = Progress()
         """The newest group's."""
+        self._weights = WeightVersion()
+        """The version that the next group steps with."""
+        self._lacking: set[str] = set()
+        """Loaded instances that neither use nor have prepared it."""
+        self._with_weights: list[Record] | None = None
+        """The other loaded ones by rank; None: to be made again."""
 
     def __repr__(self) -> str:
         return f"<Records of ranks {sorted(self)}>"
@@ -278,6 +285,10 @@ class Records(Mapping[int, Record]):
         """Note what has changed in a record that is here."""
         is_loaded = record.state in MEMBER_STATES and bool(record.address)
         self._note(record.instance, record.max_experts if is_loaded else None)
+        lacks = is_loaded and self._lacks_weights(record)
+        if lacks != (record.instance in self._lacking):
+            self._lacking ^= {record.instance}
+            self._with_weights = None
         self.progress.heard(record)
 
     def loaded(self) -> list[Record]:
@@ -292,6 +303,36 @@ class Records(Mapping[int, Record]):
         """Number of these."""
         return len(self._loaded)
 
+    # ---- weight versions
+
+    def follow_weights(self, version: WeightVersion) -> None:
+        """Ask which instances have this version, from now on."""
+        if (version.number, version.update) == (self._weights.number, self._weights.update):
+            return
+        self._weights, self._with_weights = version, None
+        self._lacking = {name for name in self._loaded if self._lacks_weights(self._by_name[name])}
+
+    @property
+    def lacking_weights(self) -> Set[str]:
+        """Loaded instances that neither use that version nor have prepared it."""
+        return self._lacking
+
+    def with_weights(self) -> list[Record]:
+        """The loaded instances that have that version, by rank.
+
+        The same list is returned as long as they do not change.
+        """
+        loaded = self.loaded()
+        if not self._lacking:
+            return loaded
+        if self._with_weights is None:
+            self._with_weights = [each for each in loaded if each.instance not in self._lacking]
+        return self._with_weights
+
+    def _lacks_weights(self, record: Record) -> bool:
+        version, theirs = self._weights, record.weights
+        return version.number > theirs.number and version.update != theirs.prepared
+
     def _note(self, name: str, room: int | None) -> None:
         """``room``: for experts, of a loaded instance; None: it is not loaded."""
         before = self._loaded.get(name)
@@ -303,11 +344,12 @@ class Records(Mapping[int, Record]):
         else:
             self._loaded[name] = room
         if room is None or before is None:
-            self._sorted = None
+            self._sorted = self._with_weights = None
 
     def remove(self, record: Record) -> None:
         del self._by_rank[record.rank], self._by_name[record.instance]
         self._note(record.instance, None)
+        self._lacking.discard(record.instance)
         self.progress.left(record.instance)
         _take(self._on_host, record.host)
         if record.numerics is not None:

@@ -61,10 +61,10 @@ class Registry:
         self._log = ViewLog(rules.token)
         self._roster = Roster(rules)
         self._records = self._roster.records
-        self._groups = Groups(self._roster, self._log)
+        self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
+        self._groups = Groups(self._roster, self._orders, self._log)
         self._operations = Operations()
         self._roles = SetRoles()
-        self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
         self._weights = WeightUpdates(self._orders, self._records)
         self._sleep = SleepOrders(self._orders)
         self._adapters = AdapterOrders(self._orders, self._records, lambda: self._roster.settings)
@@ -121,7 +121,7 @@ class Registry:
             case WakeUp():
                 return [Send(peer, self._sleep.end(message)), *self._send_orders()]
             case UpdateWeights():
-                answer = self._weights.begin(message, spreads=self._roster.spreads)
+                answer = self._weights.begin(message)
                 return [Send(peer, answer), *self._follow_orders(now)]
             case LoadAdapter():
                 return [Send(peer, self._adapters.load(message)), *self._follow_orders(now)]

@@ -44,7 +44,7 @@ class WeightUpdates:
         update = self._orders.current.update
         return f"<WeightUpdates {update.version if update is not None else 'none under way'}>"
 
-    def begin(self, wish: UpdateWeights, *, spreads: bool) -> OperatorAnswer:
+    def begin(self, wish: UpdateWeights) -> OperatorAnswer:
         """Begin an update; the same command again asks how far it is."""
         known = self._progress(wish.command)
         if known is not None:
@@ -56,9 +56,6 @@ class WeightUpdates:
             return _answer(wish.command, CONFLICT, text)
         if number <= orders.weights.number:
             text = f"weights {number} are no later version than the current one, {_shown(orders.weights)}"
-            return _answer(wish.command, CONFLICT, text)
-        if spreads:
-            text = "weights of experts that are spread over instances cannot be updated yet: see -ep"
             return _answer(wish.command, CONFLICT, text)
         sleep = orders.sleep
         if sleep is not None and MemoryPart.WEIGHTS in sleep.parts:

@@ -417,8 +417,9 @@ class UniExecutor(SpreadShard):
         assert self._model is not None, "load() comes first"
         if self._new_weights is None:
             self._new_weights = ShardWeights(
-                self._info, self._config.model, self._model, self._program, self._on_disk, self.spare_memory
-            )
+                self._info, self._config.model, self._model, self._program, self._on_disk, self.spare_memory,
+                self._held,
+            )  # fmt: skip
         return self._new_weights
 
     def give_back(self, part: MemoryPart) -> bool:

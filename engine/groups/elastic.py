@@ -235,6 +235,7 @@ class Elastic:
             return
         before = self._stepping
         self.link_totals()  # a last time, of the group before
+        self._preparations.weights.enter(form.weights)
         self._executor.join(group, form.placement)
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
         self._stepping = InLockstep(group, form.epoch, others, self._keys)
@@ -374,6 +375,8 @@ def _what_for(form: GroupPlan, recovery: Recovery) -> str:
     if recovery.broken:
         return f"{who}, after a loss in epoch {current.epoch}"
     before = {peer.instance for peer in current.peers}
+    if form.weights != current.weights:
+        return f"{who}, with weights {form.weights}"
     come, leave = len({peer.instance for peer in form.peers} - before), len(form.leavers)
     return f"{who}; {come} come, {leave} leave" if come or leave else f"{who}; experts move"
 

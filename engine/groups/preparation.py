@@ -28,6 +28,23 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+class GroupWeights(Protocol):
+    """Interface of an instance's weights, whose version is that of its group."""
+
+    def await_weights(self, number: int, should_stop: Callable[[], bool]) -> None:
+        """Wait until this version is prepared or in use, in a background thread.
+
+        Raises:
+            engine.model.checkpoint.ReadingStopped: ``should_stop`` returned True.
+            RuntimeError: a later one is in use.
+        """
+        ...
+
+    def enter(self, number: int) -> None:
+        """Use this version from the next step on, in the step thread."""
+        ...
+
+
 Group = TypeVar("Group", bound=Closable)
 
 logger = logging.getLogger(__name__)
@@ -151,8 +168,10 @@ class Preparations(Generic[Group]):
         executor: SpreadExecutor,
         connect: Connect[Group],
         free_bytes: Callable[[], int],
+        weights: GroupWeights,
     ) -> None:
         """``connect`` forms the group of a plan; ``free_bytes``: memory that more experts may use now."""
+        self.weights = weights
         self._instance = instance
         self._executor = executor
         self.connect = connect
@@ -186,5 +205,6 @@ class Preparations(Generic[Group]):
             self.abandon(epoch)
 
     def _read_experts(self, form: GroupPlan, should_stop: Callable[[], bool]) -> int:
+        self.weights.await_weights(form.weights, should_stop)
         place = names(form).index(self._instance)
         return self._executor.prepare(form, place, self._free_bytes(), should_stop)

@@ -17,7 +17,7 @@ from engine.config.expert_balancing import EplbConfig
 from engine.executor_contract import SpreadExecutor
 from engine.groups.elastic import Elastic
 from engine.groups.expert_loads import LoadWindows
-from engine.groups.preparation import Preparations
+from engine.groups.preparation import GroupWeights, Preparations
 from engine.groups.rendezvous import Rendezvous
 from engine.groups.stepping import NoGroup
 from parallel.communicators.base import Communicator
@@ -61,11 +61,12 @@ class Spread:
         meeting: Rendezvous,
         loop: StepLoop,
         balancing: EplbConfig | None,
+        weights: GroupWeights,
         *,
-        startup_timeout: float,
         sharers: int | None = None,
     ) -> None:
         """``meeting``: where groups form. ``balancing``: None if experts keep their places.
+        ``weights``: versions that groups step with.
 
         ``sharers``: instances that compute on its device; None: on the CPU, as all of its host do.
         """
@@ -73,7 +74,6 @@ class Spread:
         self._membership = membership
         self._executor = executor
         self._endpoint = loop.endpoint
-        self._startup_timeout = startup_timeout
         self._began = self._complained_at = time.monotonic()
         self._was_ready = False
         self.drains = False
@@ -84,7 +84,7 @@ class Spread:
             meeting.instance,
             executor,
             self,
-            Preparations(meeting.instance, executor, self._connect, self._free_bytes),
+            Preparations(meeting.instance, executor, self._connect, self._free_bytes, weights),
             wake_loop=loop.wake,
             keys=meeting.keys,
             windows=None if balancing is None else LoadWindows(balancing.window_size),
@@ -105,7 +105,7 @@ class Spread:
         group = self._meeting.connect(form, should_stop)
         return self._executor.connect(form, group, should_stop)
 
-    def look(self) -> None:
+    def look(self, startup_timeout: float) -> None:
         """Log the wait for other instances now and then; fail after the start-up timeout.
 
         Raises:
@@ -116,7 +116,7 @@ class Spread:
             return
         self._complained_at = now
         waited = now - self._began
-        if waited > self._startup_timeout:
+        if waited > startup_timeout:
             raise NoGroup(f"gave up after {waited:.0f} s of waiting for the other instances")
         logger.info("waiting for the other instances of the mesh (%.0f s)", waited)
 

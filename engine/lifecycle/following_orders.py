@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from coordinator.member_connection import MemberConnection
@@ -10,13 +11,18 @@ from coordinator.messages import AdapterSource, InFlight, StandingOrders, Weight
 from engine.adapters.loading import AdapterLoading
 from engine.core import EngineCore
 from engine.executor_contract import AdapterMemory, Executor
+from engine.groups.stepping import NoGroup
 from engine.lifecycle.sleeping import SleepFollowing, keep_memory
+from engine.model.checkpoint import ReadingStopped
 from engine.serving.server import Server
 from engine.weight_versions.contract import WeightsRefused
 from engine.weight_versions.instance_weights import InstanceWeights
-from engine.weight_versions.updating import WeightsUpdating
+from engine.weight_versions.updating import WeightsLost, WeightsUpdating
 
 logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 0.005
+"""Seconds between two looks whether weights that a group needs are prepared."""
 
 
 class FixedWeights:
@@ -55,11 +61,15 @@ class OrdersFollowing:
         executor: Executor,
         on_new_weights: Callable[[WeightVersion], None],
         adapters: Sequence[AdapterSource] = (),
+        *,
+        in_groups: bool = False,
     ) -> None:
         """``on_new_weights`` is called with each version that comes into use.
 
-        ``adapters`` are in memory.
+        ``adapters`` are in memory. ``in_groups``: weights change where the instance enters a group, and at no
+        other time.
         """
+        self._in_groups = in_groups
         self._membership = membership
         self._server = server
         self._core = core
@@ -89,7 +99,7 @@ class OrdersFollowing:
         """
         orders = self._membership.orders
         has_adapters = self._adapters is None or self._follow_adapters(self._adapters, orders)
-        has_weights = self._updating.follow(orders, lambda: self._core.hold_steps(True))
+        has_weights = self._updating.follow(orders, self._may_switch)
         self._membership.report_weights(self._updating.report())
         if has_weights:
             self._core.hold_steps(False)
@@ -106,6 +116,47 @@ class OrdersFollowing:
         what = "not paused" if orders.standstill is None else f"paused ({orders.standstill})"
         logger.info("standing orders %d are in effect here: %s", orders.revision, what)
         return True
+
+    @property
+    def may_be_ready(self) -> bool:
+        """Whether the mesh's weights are in use here, or prepared for the first group."""
+        orders = self._membership.orders
+        return self._membership.follows_orders or (self._in_groups and self._updating.has(orders.weights))
+
+    # ---- groups of spread experts
+
+    def await_weights(self, number: int, should_stop: Callable[[], bool]) -> None:
+        """Wait until the weights of a group are prepared, in a background thread.
+
+        Raises:
+            ReadingStopped: ``should_stop`` returned True.
+            RuntimeError: later ones are in use here.
+        """
+        while not self._has(number):
+            if should_stop():
+                raise ReadingStopped
+            time.sleep(LOOK_INTERVAL)
+
+    def enter(self, number: int) -> None:
+        """Go over to the weights of a group, between two steps.
+
+        Raises:
+            NoGroup: they are not here.
+        """
+        try:
+            self._updating.enter(self._membership.orders, number)
+        except WeightsLost as error:
+            raise NoGroup(str(error)) from error
+        self._membership.report_weights(self._updating.report())
+
+    def _has(self, number: int) -> bool:
+        if number < (in_use := self._updating.report().number):
+            raise RuntimeError(f"its weights {number} are older than those in use, {in_use}")
+        weights = self._membership.orders.weights
+        return number == in_use or (number == weights.number and self._updating.has(weights))
+
+    def _may_switch(self) -> bool:
+        return not self._in_groups and self._core.hold_steps(True)
 
     def close(self) -> None:
         """Stop preparing weights, and reading adapters."""

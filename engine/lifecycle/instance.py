@@ -298,6 +298,7 @@ class InstanceProcess:
             membership, self._server, core, executor,
             lambda version: self._tell_weights(version, membership, info, core, executor),
             self._config.lora.sources,
+            in_groups=self._place is not None,
         )  # fmt: skip
         self._catch_up()
         if self._place is None:
@@ -383,13 +384,14 @@ class InstanceProcess:
         from engine.groups.spread import Spread
 
         device = self._config.device
+        assert self._orders is not None
         return Spread(
             membership,
             cast("SpreadExecutor", executor),
             Rendezvous(self._name, self._host, device, self._keys),
             server,
             device.eplb,
-            startup_timeout=self._mesh.startup_timeout,
+            self._orders,
             sharers=sharers,
         )
 
@@ -399,7 +401,7 @@ class InstanceProcess:
         Weights that the mesh has gone over to since its start are read now.
         """
         assert self._orders is not None
-        while not self._follow_orders():
+        while not (self._follow_orders() or self._orders.may_be_ready):
             self._stops.check()
             time.sleep(CATCH_UP_INTERVAL)
 
@@ -423,7 +425,7 @@ class InstanceProcess:
                 logger.info("%s", line)
         if self._spread is not None:
             self._spread.drains = self._stops.drains
-            self._spread.look()
+            self._spread.look(self._mesh.startup_timeout)
         executor.check()
         self._follow_orders()
         if membership.refusal is not None and self._server is not None:

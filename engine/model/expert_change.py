@@ -41,6 +41,13 @@ def pairs_of(experts: Sequence[Sequence[int]]) -> set[Expert]:
     return {(layer, expert) for layer, some in enumerate(experts) for expert in some}
 
 
+def _by_layer(experts: Collection[Expert], num_layers: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(num_layers)]
+    for layer, expert in sorted(experts):
+        found[layer].append(expert)
+    return found
+
+
 class HeldExperts:
     """The experts of a model, by layer and in the order of their numbers.
 
@@ -86,6 +93,8 @@ class HeldExperts:
         self.disk_rate = self.link_rate = 0.0
         """Bytes per second of the last experts read, and given by others; 0: none yet."""
         self._next: _Change | None = None
+        self._version = 0
+        """Rises where other weights take the place of those that are held."""
         self._preparing = threading.Lock()
         self._swapping = threading.Lock()
         """Lock while tensors are made from the held ones, or take their place."""
@@ -215,8 +224,9 @@ class HeldExperts:
                 f"{free_bytes / 2**20:.1f} MiB that are free"
             )
         began = time.monotonic()
-        change = _Change(held, wanted, missing, pairs_of(missing) & set(elsewhere), self.slots)
-        self._read_into(change, self._per_layer(pairs_of(missing) - change.wanted), should_stop)
+        elsewhere = pairs_of(missing) & set(elsewhere)
+        change = _Change(held, wanted, missing, elsewhere, self.slots, self._version)
+        self._read_into(change, _by_layer(pairs_of(missing) - change.wanted, len(held)), should_stop)
         changed = [after if after != before else () for after, before in zip(wanted, held, strict=True)]
         fits = self._bytes_of(changed) * self.copies <= free_bytes
         change.fits_beside = fits or self.slots is not None
@@ -247,7 +257,7 @@ class HeldExperts:
         if not change.fits_beside or change.wanted or change.before == change.after:
             return
         with self._swapping:
-            if self.experts == change.before:
+            if (self.experts, self._version) == (change.before, change.version):
                 change.build(self._layers, self.on_built, should_stop)
 
     # ---- experts that others give
@@ -262,12 +272,6 @@ class HeldExperts:
     def missing(self, experts: Sequence[Sequence[int]]) -> set[Expert]:
         """Experts that are wanted, by layer or in all, and not held."""
         return pairs_of(self._of_layers(experts)) - pairs_of(self.experts)
-
-    def _per_layer(self, experts: Collection[Expert]) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in self._layers]
-        for layer, expert in sorted(experts):
-            found[layer].append(expert)
-        return found
 
     @property
     def wanted(self) -> set[Expert]:
@@ -302,7 +306,7 @@ class HeldExperts:
             for (layer, expert), data in given.items():
                 path, module = list(self._layers.items())[layer]
                 change.take_bytes(path, module, expert, data)
-            self._read_into(change, self._per_layer(change.wanted - given.keys()), should_stop)
+            self._read_into(change, _by_layer(change.wanted - given.keys(), len(self._layers)), should_stop)
             change.wanted.clear()
             self._build(change, should_stop)
 
@@ -317,6 +321,7 @@ class HeldExperts:
         return wanted == self.experts or (
             change is not None
             and not change.wanted
+            and change.version == self._version
             and (change.before, change.after) == (self.experts, wanted)
         )
 
@@ -330,6 +335,29 @@ class HeldExperts:
         """
         while not self._install_prepared(self._of_layers(experts)):
             self.prepare(experts, free_bytes())
+
+    # ---- other weights
+
+    def replace(
+        self,
+        directory: Path,
+        experts: Held,
+        parameters: Mapping[str, Mapping[str, torch.nn.Parameter]],
+    ) -> None:
+        """Hold experts of another version of the weights, between two steps.
+
+        Further ones are read from its directory from now on. What was prepared of the version before is void.
+        """
+        replaced = []
+        with self._swapping:
+            for (path, module), of_layer in zip(self._layers.items(), experts, strict=True):
+                for name, parameter in parameters.get(path, {}).items():
+                    replaced.append(getattr(module, name))
+                    setattr(module, name, parameter)
+                module.num_experts = len(of_layer)
+            self.experts, self._directory, self._next = experts, directory, None
+            self._version += 1
+        let_go(replaced)
 
     def _install_prepared(self, wanted: Held) -> bool:
         with self._swapping:
@@ -353,10 +381,15 @@ class _Change:
         after: Held,
         missing: Sequence[Sequence[int]],
         wanted: set[Expert],
-        slots: ExpertSlots | None = None,
+        slots: ExpertSlots | None,
+        version: int,
     ) -> None:
-        """``wanted``: experts that others will give. ``slots``: where experts are on a device."""
+        """``wanted``: experts that others will give. ``slots``: where experts are on a device.
+
+        ``version``: of the weights that are held.
+        """
         self.before, self.after = before, after
+        self.version = version
         self.wanted = wanted
         self.fits_beside = False
         """Whether memory suffices to lay the change out beside what is held."""

@@ -17,6 +17,7 @@ from transformers import modeling_utils
 
 from engine.config import ModelConfig
 from engine.model.checkpoint import ModelInfo
+from engine.model.expert_weights import ExpertShare
 from engine.model.model_class import class_of
 from engine.model.module_reading import ModuleReader
 from engine.model.sharding.shard import Shard, sharded_class
@@ -34,8 +35,11 @@ def read_again(
     shard: Shard,
     source: Path,
     open_file: OpenFile,
+    share: ExpertShare | None = None,
 ) -> Any:
     """A module with the weights of another directory, in the format of the model's own.
+
+    ``share``: the experts that it gets; None: all.
 
     Raises:
         CheckpointError: tensors are missing, or of another shape.
@@ -43,9 +47,9 @@ def read_again(
     reader = ModuleReader(info, settings, *class_of(info, settings), dtype, source, open_file)
     sharded, cpu = None, torch.device("cpu")
     if not shard.is_whole:
-        sharded = sharded_class(reader.model_class, reader.config, shard, whole_states=True)
+        sharded = sharded_class(reader.model_class, reader.config, shard, share, whole_states=True)
     with _default_type_of_this_thread():
-        return read_module(reader, sharded, None, cpu, cpu).eval().requires_grad_(False)
+        return read_module(reader, sharded, share, cpu, cpu).eval().requires_grad_(False)
 
 
 class _DefaultType(TorchFunctionMode):  # type: ignore[misc]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.messages import InFlight, StandingOrders, WeightsReport, WeightUpdate
+from coordinator.messages import InFlight, StandingOrders, WeightsReport, WeightUpdate, WeightVersion
 
 
 class PrepareWeights(msgspec.Struct, frozen=True):
@@ -73,6 +73,12 @@ class Following:
         weights = orders.weights
         is_other = weights.number == self.number and weights.update != self._in_use
         return not is_other and self.number >= weights.number
+
+    def has(self, version: WeightVersion) -> bool:
+        """Whether a version is in use, or prepared."""
+        if version.number == self.number:
+            return version.update == self._in_use
+        return version.number > self.number and version.update == self._prepared
 
     def report(self) -> WeightsReport:
         """How far this instance is, for the coordinator."""

@@ -24,6 +24,7 @@ from engine.kernels.make import let_go_of_weights
 from engine.kernels.program import Program
 from engine.model.checkpoint import ModelInfo, ReadingStopped
 from engine.model.errors import first_line
+from engine.model.expert_change import HeldExperts
 from engine.model.quantization.attached import ATTRIBUTE, forget_codes
 from engine.model.tensors_again import read_again
 from engine.model.weight_digest import StoredTensor
@@ -32,6 +33,7 @@ from engine.model.weights import LoadedModel
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 from engine.weight_versions.private_files import PrivateFiles
 from engine.weight_versions.same_model import check_config, check_tensors
+from engine.weight_versions.spread_weights import SpreadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +58,21 @@ class ShardWeights:
         program: Program | None,
         stored: Mapping[str, StoredTensor],
         free_memory: Callable[[], int],
+        held: HeldExperts | None = None,
     ) -> None:
         """``program``: native kernels that compute the model; None: torch does.
 
         ``stored``: tensors of the checkpoint that was loaded. ``free_memory``: bytes beside what the KV cache
-        may still take.
+        may still take. ``held``: experts of this instance, where they are spread over several.
         """
+        self._held = held
         self._info, self._settings = info, settings
         self._model, self._program = model, program
         self._stored = stored
         self._free_memory = free_memory
         self._next: _Next | None = None
+        self._spread: SpreadWeights | None = None
+        """Experts of the version that is prepared, where they are spread over instances."""
         self._next_digest = ""
         self.digest = ""
         """Digest of the version in use; empty: of the checkpoint that was loaded."""
@@ -111,6 +117,9 @@ class ShardWeights:
         """Use what was prepared from the next step on; called between two steps."""
         assert self._next is not None, "prepare() comes first"
         self._next.switch()
+        if self._spread is not None:
+            self._spread.switch()
+        self._spread = None
         self.digest, self._next, self._next_digest = self._next_digest, None, ""
         self._source = self._next_source
 
@@ -138,15 +147,15 @@ class ShardWeights:
         """Give back what was prepared, if anything was."""
         if self._next is not None:
             self._next.discard()
-        self._next, self._next_digest = None, ""
+        self._next, self._spread, self._next_digest = None, None, ""
 
     def _check_model(self) -> None:
         if self._model.device.type != "cpu":
             raise WeightsRefused("new weights while an instance runs are not built for GPUs")
         if self._program is not None and self._program.sites is not None:
             raise WeightsRefused("new weights are not built for a mesh with adapters (--enable-lora)")
-        if self._model.experts is not None:
-            raise WeightsRefused("new weights are not built for experts that are spread over instances (-ep)")
+        if self._held is not None and not self._model.stage.shard.is_whole:
+            raise WeightsRefused("new weights of spread experts (-ep) are not built for -tp and -pp")
         if self._program is not None and self._program.sites is not None:
             raise WeightsRefused("new weights are not built beside adapters (--enable-lora)")
         if not self._settings.reads_weights or not self._stored:
@@ -159,9 +168,20 @@ class ShardWeights:
         check_tensors(self._stored, {name: tensor for name, (_, tensor) in files.homes.items()})
         self._check_memory(files.num_bytes)
         model = self._model
-        module = read_again(self._info, self._settings, model.dtype, model.stage.shard, directory, files.open)
+        spread = (
+            None
+            if self._held is None
+            else SpreadWeights(model.module, self._held, self._info.num_experts, directory)
+        )
+        module = read_again(
+            self._info, self._settings, model.dtype, model.stage.shard, directory, files.open,
+            None if spread is None else spread.share,
+        )  # fmt: skip
         found = dict(module.named_parameters(remove_duplicate=False)) | _kept_buffers(module)
         self._check_found(found)
+        if spread is not None:
+            found = spread.take(found, self._settings.online, should_stop)
+        self._spread = spread
         if self._program is None:
             self._next = TorchWeights(model.module, found)
         else:
@@ -173,6 +193,8 @@ class ShardWeights:
         """Check that there is room for what this shard reads, and for its laid-out form."""
         shard = self._model.stage.shard
         here = num_bytes // (shard.size * shard.num_stages)
+        if self._held is not None:
+            here = min(here, self._model.weight_bytes)
         laid_out = 0 if self._program is None else self._program.weight_bytes
         needed, free = (here + laid_out) * shard.neighbours, self._free_memory()
         if needed > free * (1 - MARGIN):
@@ -234,7 +256,8 @@ class NativeWeights:
         self._laid_out: LaidOut | None = None
         try:
             decoder = recognise(model.module, model.layers, model.dtype)
-            self._laid_out = laid_out = LaidOut(kernels, decoder, model.stage.shard.size)
+            products = program.exchange.products if program.exchange.is_spread else None
+            self._laid_out = laid_out = LaidOut(kernels, decoder, model.stage.shard.size, products)
             if laid_out.sizes != program.laid_out.sizes:
                 raise WeightsRefused("the kernels would compute a model of other sizes")
             laid_out.positions.grow(program.laid_out.positions.num_positions)

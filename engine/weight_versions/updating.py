@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from coordinator.messages import StandingOrders, WeightsReport, WeightUpdate
+from coordinator.messages import StandingOrders, WeightsReport, WeightUpdate, WeightVersion
 from engine.host.background import Chores
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded, WeightVersions
 from engine.weight_versions.following import DiscardWeights, Following, PrepareWeights, SwitchWeights
@@ -65,6 +65,27 @@ class WeightsUpdating:
                     self._versions.switch(update, in_flight)
                     self._following.switched(update.version.number)
         return self._following.is_in_effect(orders)
+
+    def has(self, version: WeightVersion) -> bool:
+        """Whether a version is in use, or prepared; from any thread."""
+        with self._lock:
+            return self._following.has(version)
+
+    def enter(self, orders: StandingOrders, number: int) -> None:
+        """Go over to the weights of a group that this instance enters.
+
+        Called in the step thread, between two turns.
+
+        Raises:
+            WeightsLost: they are not those of the orders, or not prepared.
+        """
+        if number == self._following.number:
+            return
+        if number != orders.weights.number or not self.has(orders.weights):
+            raise WeightsLost(f"a group steps with weights {number}, which are not prepared here")
+        self._versions.switch(WeightUpdate(orders.weights, orders.in_flight), orders.in_flight)
+        with self._lock:
+            self._following.switched(number)
 
     def report(self) -> WeightsReport:
         """How far this instance is, for the coordinator."""

@@ -29,7 +29,9 @@ PATIENCE = 10.0
 NUM_EXPERTS = 6
 
 
-def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0) -> GroupPlan:
+def form(
+    epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0, weights: int = 0
+) -> GroupPlan:
     """Group of some of a, b, c, whose rank is their place in the alphabet."""
     return GroupPlan(
         epoch=epoch,
@@ -41,6 +43,7 @@ def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0
         owners=assign_experts(NUM_EXPERTS, len(names)).owners if names else (),
         leavers=leavers,
         broken=broken,
+        weights=weights,
     )
 
 
@@ -71,6 +74,10 @@ class Weights:
         self.finishes = threading.Event()
         self.joined: list[tuple[int, Placement]] = []
         self.is_slow = False
+        self.prepared_number = 0
+        """The newest weight version that is prepared."""
+        self.entered: list[tuple[int, int]] = []
+        """Weight versions that were entered, and how many groups had been joined before."""
 
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         is_slow, self.is_slow = self.is_slow, False
@@ -83,6 +90,15 @@ class Weights:
     def join(self, group: Communicator, placement: Placement) -> None:
         self.held = placement.experts_of(group.rank)
         self.joined.append((group.size, placement))
+
+    def await_weights(self, number: int, should_stop: Callable[[], bool]) -> None:
+        while number > self.prepared_number:
+            if should_stop():
+                raise ReadingStopped
+            time.sleep(0.001)
+
+    def enter(self, number: int) -> None:
+        self.entered.append((number, len(self.joined)))
 
     def link_counts(self) -> list[LinkCount]:
         """Nothing is counted: members are threads."""
@@ -112,6 +128,7 @@ class Instance:
             self.weights,  # type: ignore[arg-type]
             lambda form, should_stop: meeting.connect(name, form, should_stop),
             lambda: 0,
+            self.weights,
         )
         self.elastic = Elastic(
             name,
@@ -243,6 +260,21 @@ def test_nobody_changes_before_all_are_ready(three: list[Instance]) -> None:
     assert (a.entered_epochs, b.entered_epochs, c.entered_epochs) == ([1], [1], [])
     c.weights.finishes.set()
     in_epoch(2, a, b, c)
+
+
+def test_other_weights_are_entered_by_all_at_once_once_all_have_them(three: list[Instance]) -> None:
+    tell(three, form(1, "a", "b", "c"))
+    in_epoch(1, *three)
+    work(*three)
+    for each in three[:2]:
+        each.weights.prepared_number = 1
+    tell(three, form(2, "a", "b", "c", weights=1))
+    steps = three[0].steps
+    until(lambda: three[0].steps > steps + 20)  # they serve meanwhile
+    assert [each.weights.entered for each in three] == [[(0, 0)]] * 3
+    three[2].weights.prepared_number = 1
+    in_epoch(2, *three)
+    assert [each.weights.entered for each in three] == [[(0, 0), (1, 1)]] * 3, "before the group is joined"
 
 
 def test_a_loss_ends_a_waiting_collective_at_once(three: list[Instance]) -> None:

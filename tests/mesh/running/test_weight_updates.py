@@ -29,7 +29,8 @@ def answers(ports: Ports, ranks: dict[int, int] | None = None, during: Any = Non
     return asyncio.run(crowd(ports, during, COUNT, ranks, num_tokens=NUM_TOKENS))
 
 
-def test_all_instances_go_over_and_a_joiner_reads_the_new_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [DENSE, "-ep"])
+def test_all_instances_go_over_and_a_joiner_reads_the_new_weights(tmp_path: Path, how: str) -> None:
     new = trained(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "new")
     newer = trained(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "newer", seed=2)
     expected = []
@@ -44,7 +45,7 @@ def test_all_instances_go_over_and_a_joiner_reads_the_new_weights(tmp_path: Path
             assert command.stop() == 0
 
     with contextlib.ExitStack() as stack:
-        mesh = PausedMesh(tmp_path, stack, DENSE)
+        mesh = PausedMesh(tmp_path, stack, how)
         old = answers(mesh)
         assert all(one != other for one, other in zip(old, expected[0], strict=True))
         assert mesh.call("/get_world_size", method="GET") == (200, {"world_size": 2})
