@@ -21,6 +21,8 @@ from engine.model.errors import first_line
 
 PREFIX = "base_model.model."
 """Beginning of each tensor's name, as PEFT saves a wrapped model."""
+WITHIN = ".base_layer"
+"""End of the name of what another wrapper of PEFT is around."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ def read_adapter(source: AdapterSource, whole: Any, most_rank: int) -> Adapter:
         raise AdapterError(f"{path}: PEFT refuses it for this model: {first_line(error)}") from error
     layers = {name: layer for name, layer in whole.named_modules() if isinstance(layer, LoraLayer)}
     tensors = _tensors(path)
-    parts = {name: _part(path, name, layer, tensors) for name, layer in layers.items()}
+    parts = {_adapted(name, layer): _part(path, name, layer, tensors) for name, layer in layers.items()}
     if tensors:
         raise AdapterError(
             f"{path} has {len(tensors)} tensors that belong to no layer of this model: {min(tensors)}"
         )
-    rank = max(len(part.a) for part in parts.values())
+    rank = max(part.rank for part in parts.values())
     if rank > most_rank:
         raise AdapterError(f"{path} has rank {rank}: --max-lora-rank is {most_rank}")
     return Adapter(rank, parts)
@@ -86,7 +88,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -> LowRank:
     """Matrices of one layer, which are taken out of ``tensors``."""
-    if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+    experts = getattr(layer, "num_experts", 1)
+    if experts == 1 and not isinstance(layer.get_base_layer(), torch.nn.Linear):
         kind = type(layer.get_base_layer()).__name__
         raise AdapterError(f"{path} adapts {name}, of type {kind}: only linear layers are served")
     found = []
@@ -103,4 +106,16 @@ def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -
         if not tensor.isfinite().all():
             raise AdapterError(f"{path}: {matrix} of {name} has numbers that are not finite")
         found.append(tensor)
-    return LowRank(found[0], found[1], float(layer.scaling["lora"]))
+    a, b = found
+    if experts > 1:  # see PEFT's ParamWrapper.get_delta_weight
+        a = a.reshape(experts, -1, a.shape[1])
+        b = b.reshape(len(b), -1, experts).permute(2, 0, 1)
+    return LowRank(a, b, float(layer.scaling["lora"]))
+
+
+def _adapted(name: str, layer: Any) -> str:
+    """Name of the layer that PEFT has wrapped, or of its parameter; ``name``: of the wrapper."""
+    parameter = getattr(layer, "parameter_name", "weight")
+    while name.endswith(WITHIN):
+        name = name.removesuffix(WITHIN)
+    return name if parameter == "weight" else f"{name}.{parameter}"

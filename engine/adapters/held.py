@@ -13,7 +13,7 @@ from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import AdapterError, check_place, settled
 from engine.config.lora import LoraConfig
-from engine.kernels.adapters.sites import AdapterRoom, LowRank, Sites
+from engine.kernels.adapters.sites import AdapterRoom, LowRank, SiteKey, Sites, keys_of
 from engine.model.weights import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class HeldAdapters:
         """
         self._allowed = allowed
         self._model, self._sites = model, sites
-        self._names = {name: id(part) for name, part in model.module.named_modules()}
-        self._parts: dict[str, dict[int, LowRank]] = {}
+        self._names = keys_of(model.module)
+        self._parts: dict[str, dict[SiteKey, LowRank]] = {}
         self._in_use: dict[int, str] = {}
         """Digest by number."""
 
@@ -81,15 +81,15 @@ class HeldAdapters:
         with torch.device("meta"):
             return (type(module) if sharded is None else type(sharded.whole))(module.config)
 
-    def _placed(self, source: AdapterSource, adapter: Adapter) -> dict[int, LowRank]:
-        """This worker's part of the matrices, by the ``id`` of their layer."""
-        places, names = self._sites.modules, self._names
+    def _placed(self, source: AdapterSource, adapter: Adapter) -> dict[SiteKey, LowRank]:
+        """This worker's part of the matrices, by the key of their layer."""
+        places, names = self._sites.keys, self._names
         here = {name: part for name, part in adapter.parts.items() if name in names}
         other = next((name for name in here if names[name] not in places), None)
         if other is not None:
             raise AdapterError(
-                f"adapter {source.name} adapts {other}: of this model, adapters of attention's projections "
-                "and of MLPs are served"
+                f"adapter {source.name} adapts {other}: of this model, adapters of attention's projections, "
+                "of MLPs, and of experts that are neither spread nor cut by -tp are served"
             )
         return {names[name]: self._cut(name, part) for name, part in here.items()}
 

@@ -1,4 +1,4 @@
-// The first product of low-rank adapters, of all rows that have one. The second one is made where it is added (added.hpp).
+// The first product of low-rank adapters, of all rows that have one. The second one is made where its result is added (added.hpp).
 
 #pragma once
 
@@ -17,40 +17,66 @@ const E* gathered(const E* in, int64_t pitch, const int64_t* rows, int64_t count
     return room.data();
 }
 
+// Some low rows = in [rows, k] x numbers from `column` on of an adapter's first matrix.
+template <class T>
+void make_low(const AdapterSite& site, const AdapterPart& part, const typename T::Element* in, int64_t k, const int64_t* rows, int64_t count,
+              int64_t column) {
+    struct Columns {
+        int64_t column;
+        bool is_pair;
+    };
+    auto place = [&](const Columns& to, int64_t row) { return low_row<T>(site, rows[row]) + to.column; };
+    auto put = [](Low<T>* to, Floats value) {
+        if constexpr (std::is_same_v<Low<T>, float>) store(to, value);
+        else T::store(to, value, lanes_of(LANES));
+    };
+    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
+        put(place(to, row), one);
+        if (to.is_pair) put(place(to, row) + LANES, two);
+    }, place);  // of these rows alone: it keeps them by their address
+    const int64_t panel = k / T::PACK * LANES;
+    const uint32_t* words = part.a + column / LANES * panel;
+    const bool is_pair = column + LANES < part.num_low;
+    const Panels panels{{words}, {is_pair ? words + panel : words}};
+    products.multiply(gathered(in, pitch_of<T>(k), rows, count), k, count, panels, panels, true, {column, is_pair}, nullptr);
+    products.finish();
+}
+
 // Low rows = in [rows, k] x the first matrix of the row's adapter. extra: an AdapterSite; n: most numbers of a low row.
 template <class T>
 void adapt(const Operation& op, const Step& step, Work& work) {
-    using E = typename T::Element;
     const bool is_chosen = op.flags & SELECTED;
     auto& site = *static_cast<const AdapterSite*>(op.extra);
     auto* runs = is_chosen ? step.chosen_runs : step.runs;
     auto* order = is_chosen ? step.chosen_order : step.order;
     const int64_t num_runs = is_chosen ? step.num_chosen_runs : step.num_runs, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
-    struct Columns {
-        const int64_t* rows;
-        int64_t column;
-        bool is_pair;
-    };
-    auto place = [&](const Columns& to, int64_t row) { return low_row<T>(site, to.rows[row]) + to.column; };
-    auto put = [](Low<T>* to, Floats value) {
-        if constexpr (std::is_same_v<Low<T>, float>) store(to, value);
-        else T::store(to, value, lanes_of(LANES));
-    };
     work.for_each(num_runs * pairs, [&](int64_t number) {
         const AdapterRun& run = runs[number / pairs];
-        const AdapterPart& part = site.parts[run.adapter];
-        const int64_t column = number % pairs * 2 * LANES, panel = op.k / T::PACK * LANES;
-        if (column >= part.num_low) return;
-        const Columns to{order + run.first, column, column + LANES < part.num_low};
-        auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
-            put(place(to, row), one);
-            if (to.is_pair) put(place(to, row) + LANES, two);
-        }, place);  // of this run alone: it keeps rows by their address
-        const uint32_t* words = part.a + column / LANES * panel;
-        const Panels panels{{words}, {to.is_pair ? words + panel : words}};
-        products.multiply(gathered(static_cast<const E*>(op.in), pitch_of<T>(op.k), to.rows, run.count), op.k, run.count, panels, panels, true,
-                          to, nullptr);
-        products.finish();
+        const AdapterPart& part = site.part(run.adapter, 0);
+        const int64_t column = number % pairs * 2 * LANES;
+        if (column < part.num_low)
+            make_low<T>(site, part, static_cast<const typename T::Element*>(op.in), op.k, order + run.first, run.count, column);
+    });
+}
+
+// The same of rows that are sorted by expert: more has the first row of each.
+template <class T>
+void adapt_experts(const Operation& op, Work& work) {
+    constexpr int64_t MOST = 16;  // rows that go together
+    auto& site = *static_cast<const AdapterSite*>(op.extra);
+    auto* begins = static_cast<const int64_t*>(op.more);
+    const int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
+    work.for_each(site.experts * pairs, [&](int64_t task) {
+        const int64_t expert = task / pairs, column = task % pairs * 2 * LANES;
+        int64_t rows[MOST];
+        for (int64_t row = begins[expert], count; row < begins[expert + 1]; row += count) {
+            const int64_t number = site.numbers[row];
+            for (count = 0; count < MOST && row + count < begins[expert + 1] && site.numbers[row + count] == number; ++count)
+                rows[count] = row + count;
+            const AdapterPart& part = site.part(number, expert);
+            if (column < part.num_low)
+                make_low<T>(site, part, static_cast<const typename T::Element*>(op.in), op.k, rows, count, column);
+        }
     });
 }
 

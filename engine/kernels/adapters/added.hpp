@@ -22,11 +22,15 @@ struct AdapterPart {
     int64_t num_low, rank;       // numbers that a gives, and those of them that are the inputs of a panel of b
 };
 
-// A product beside which adapters add something. low: rows of what a gives, `pitch` words apart.
+// A product beside which adapters add something. low: rows of what a gives, `pitch` words apart. numbers: of the adapters of rows that are
+// sorted by expert, each of which has parts of its own; null: rows are a step's.
 struct AdapterSite {
-    const AdapterPart* parts;    // by number
+    const AdapterPart* parts;    // by number, of experts one behind the other
     void* low;
     int64_t pitch;
+    const int64_t* numbers;
+    int64_t experts;             // 1 where rows are not sorted by them
+    const AdapterPart& part(int64_t number, int64_t expert) const { return parts[number * experts + expert]; }
 };
 
 // What a low row consists of: what b multiplies.
@@ -79,11 +83,14 @@ class Adapters {
    public:
     Adapters(const Operation& op, const Step& step)
         : site(static_cast<const AdapterSite*>(op.added)), numbers(op.flags & SELECTED ? step.chosen_adapters : step.adapters) {}
+    // Of rows that are sorted by expert.
+    explicit Adapters(const Operation& op)
+        : site(static_cast<const AdapterSite*>(op.added)), numbers(site == nullptr ? nullptr : site->numbers) {}
     explicit operator bool() const { return site != nullptr; }
 
     // Adds to a row's sums of two panels. Those behind them are asked for, as they are needed behind other products' sums.
-    void add(Floats& one, Floats& two, int64_t row, int64_t first, int64_t second) const {
-        const AdapterPart& part = site->parts[numbers[row]];
+    void add(Floats& one, Floats& two, int64_t row, int64_t first, int64_t second, int64_t expert = 0) const {
+        const AdapterPart& part = site->part(numbers[row], expert);
         if (part.b == nullptr) return;
         constexpr int64_t FEW = LANES / T::PACK;  // words of the least rank there is
         const int64_t steps = part.rank / T::PACK;

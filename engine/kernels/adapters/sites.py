@@ -9,25 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.attention.base import Int64s
+from engine.kernels.lowering.scratch import Scratch, all_scratch
 from engine.kernels.products.packing import LANES, panels
 
-LOW = "adapter low"
-"""Name of scratch rows: what A gives."""
+LOW, EXPERT_LOW, EXPERT_NUMBERS = "adapter low", "adapter low of experts", "adapters of experts' rows"
+"""Names of scratch rows: what A gives, the same of experts, and numbers of the rows' adapters there."""
 ADAPTER_PART = np.dtype([(name, np.int64) for name in ("a", "b", "panels", "num_low", "rank")])
 """``AdapterPart`` of ``added.hpp``."""
 ADAPTER_PANEL = np.dtype([("at", np.int32), ("factor", np.float32)])
 """``AdapterPanel`` of ``added.hpp``."""
-ADAPTER_SITE = np.dtype([(name, np.int64) for name in ("parts", "low", "pitch")])
+ADAPTER_SITE = np.dtype([(name, np.int64) for name in ("parts", "low", "pitch", "numbers", "experts")])
 """``AdapterSite`` of ``added.hpp``."""
 ADAPTER_RUN = np.dtype([(name, np.int64) for name in ("adapter", "first", "count")])
 """``AdapterRun`` of ``contract.hpp``."""
+
+
+SiteKey: TypeAlias = tuple[int, str]
+"""``id`` of a module, and the name of its parameter that is adapted; empty for a linear layer."""
+
+
+def keys_of(model: torch.nn.Module) -> dict[str, SiteKey]:
+    """Keys of all modules and their parameters, by name."""
+    found: dict[str, SiteKey] = {}
+    for name, module in model.named_modules():
+        found[name] = id(module), ""
+        found |= {f"{name}.{each}": (id(module), each) for each, _ in module.named_parameters(recurse=False)}
+    return found
 
 
 class AdapterRoom(NamedTuple):
@@ -38,13 +52,17 @@ class AdapterRoom(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """Matrices of an adapter for one linear layer."""
+    """Matrices of an adapter for one linear layer, or one of each expert of a layer."""
 
     a: torch.Tensor
-    """[rank, inputs]"""
+    """[rank, inputs], or [experts, rank, inputs]"""
     b: torch.Tensor
-    """[outputs, rank]"""
+    """[outputs, rank], or [experts, outputs, rank]"""
     scaling: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[-2])
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,17 @@ class Site:
 
     None: as they stand. 16 neighbours are of one layer.
     """
+    parameter: str = ""
+    """Parameter of the one module, of experts."""
+    experts: int = 1
+    """Experts, each of which has matrices of its own."""
+    times: int = 1
+    """Rows of a token."""
+
+    @property
+    def keys(self) -> list[SiteKey]:
+        """Keys of the layers."""
+        return [(id(module), self.parameter) for module in self.modules]
 
 
 class PackedSite:
@@ -70,7 +99,7 @@ class PackedSite:
         self.site, self._dtype = site, dtype
         self.low_width = padded(room.rank) * len(site.modules)
         """Most numbers of a row of what A gives."""
-        self.parts = np.zeros(room.adapters + 1, ADAPTER_PART)
+        self.parts = np.zeros((room.adapters + 1, site.experts), ADAPTER_PART)
         order = torch.arange(sum(site.sizes)) if site.order is None else site.order
         self._order = F.pad(order, (0, -len(order) % (2 * LANES)), value=-1)
         ends = torch.tensor(site.sizes).cumsum(0)
@@ -87,33 +116,52 @@ class PackedSite:
         Returns:
             Their bytes.
         """
-        self.parts[number] = (0, 0, 0, 0, 0)
+        self.parts[number] = 0
         self._kept.pop(number, None)
         present = [index for index, each in enumerate(parts) if each is not None]
         if not present:
             return 0
-        ranks = {len(each.a) for each in parts if each is not None}
-        rank = padded(max(ranks))
+        rank = padded(max(each.rank for each in parts if each is not None))
         a, b, places = [], [], np.zeros(len(self._modules), ADAPTER_PANEL)
         for part, size in zip(parts, self.site.sizes, strict=True):
             if part is None:
                 b.append(torch.zeros(size, rank))
                 continue
-            missing = rank - len(part.a)
+            missing = rank - part.rank
             a.append(F.pad(part.a.float(), (0, 0, 0, missing)))
             b.append(F.pad(part.b.float(), (0, missing)))
         for panel, module in enumerate(self._modules):
             part = parts[module] if module >= 0 else None
             places[panel] = (-1, 0) if part is None else (present.index(module) * rank, part.scaling)
-        every = torch.cat([*b, torch.zeros(1, rank)])[self._order]
-        low, high = (panels(each.to(self._dtype)) for each in (torch.cat(a), every))
-        self.parts[number] = (low.data_ptr(), high.data_ptr(), places.ctypes.data, rank * len(a), rank)
+        every = F.pad(torch.cat(b, -2), (0, 0, 0, 1))[..., self._order, :]
+        low, high = (panels(each.to(self._dtype)) for each in (torch.cat(a, -2), every))
+        laid = self.parts[number]
+        for name, each in (("a", low), ("b", high)):
+            of_one = each.nbytes // self.site.experts
+            laid[name] = each.data_ptr() + np.arange(self.site.experts) * of_one
+        laid["panels"], laid["num_low"], laid["rank"] = places.ctypes.data, rank * len(a), rank
         self._kept[number] = low, high, places
         return int(low.nbytes + high.nbytes)
 
-    def record(self, low: torch.Tensor) -> np.ndarray[Any, Any]:
-        """``AdapterSite`` of this product; ``low``: scratch rows for what A gives."""
-        return np.array((self.parts.ctypes.data, low.data_ptr(), low.shape[1]), ADAPTER_SITE)
+    def scratch(self) -> list[Scratch]:
+        """Rows that its operations hand on."""
+        if not self.site.parameter:
+            return [Scratch(LOW, self.low_width, dtype=torch.float32, is_input=False)]
+        pairs: dict[str, Any] = {"per": "group token", "times": self.site.times, "is_input": False}
+        return [
+            Scratch(EXPERT_LOW, self.low_width, dtype=torch.float32, **pairs),
+            Scratch(EXPERT_NUMBERS, 1, dtype=torch.int64, **pairs),
+        ]
+
+    def record(self, low: torch.Tensor, numbers: torch.Tensor | None = None) -> np.ndarray[Any, Any]:
+        """``AdapterSite`` of this product.
+
+        ``low``: scratch rows for what A gives; ``numbers``: of the adapters of rows that are sorted by
+        expert.
+        """
+        of_rows = 0 if numbers is None else numbers.data_ptr()
+        fields = (self.parts.ctypes.data, low.data_ptr(), low.shape[1], of_rows, self.site.experts)
+        return np.array(fields, ADAPTER_SITE)
 
 
 class Sites:
@@ -130,21 +178,22 @@ class Sites:
         return found
 
     @property
-    def modules(self) -> set[int]:
-        """``id`` of each linear layer that may have adapters."""
-        return {id(module) for packed in self._packed for module in packed.site.modules}
+    def keys(self) -> set[SiteKey]:
+        """Keys of all layers that may have adapters."""
+        return {key for packed in self._packed for key in packed.site.keys}
 
-    @property
-    def low_width(self) -> int:
-        """Most numbers of a row of what A gives."""
-        return max((packed.low_width for packed in self._packed), default=0)
+    def scratch(self) -> dict[str, Scratch]:
+        """Rows that operations of adapters hand on, by name."""
+        return all_scratch(self._packed)
 
-    def put(self, number: int, parts: Mapping[int, LowRank]) -> int:
-        """Lay out an adapter; returns its bytes. ``parts`` are by the ``id`` of their layer."""
-        return sum(
-            packed.put(number, [parts.get(id(module)) for module in packed.site.modules])
-            for packed in self._packed
-        )
+    def put(self, number: int, parts: Mapping[SiteKey, LowRank]) -> int:
+        """Lay out an adapter; returns its bytes."""
+        return sum(packed.put(number, [*map(parts.get, packed.site.keys)]) for packed in self._packed)
+
+
+def in_whole_panels(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Indices of outputs in a row, each part filled up to whole panels with -1."""
+    return torch.cat([F.pad(each, (0, -len(each) % LANES), value=-1) for each in parts])
 
 
 def padded(rank: int) -> int:

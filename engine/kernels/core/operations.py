@@ -79,6 +79,7 @@ class OperationKind(enum.IntEnum):
     CONV = 31
     DELTA_ROWS = 32
     ADAPT = 33
+    ADAPT_EXPERTS = 34
 
 
 class RecordedWeights:

@@ -185,7 +185,8 @@ void route(const Operation& op, const Step& step, Work& work) {
 }
 
 // extra: the exchange. Sorts the pairs of all members whose experts are here by expert, and says in the arena where the
-// result of each will be. a: 1 for the members whose rows have come, 2 for the others, behind them; 0: all at once.
+// result of each will be. a: 1 for the members whose rows have come, 2 for the others, behind them; 0: all at once. out: number of the adapter of
+// each pair's token, where there are no others; or none.
 template <class T>
 void sort_pairs(const Operation& op, const Step& step, Work& work) {
     if (work.take(1) > 0) return;  // by one thread
@@ -240,6 +241,7 @@ void sort_pairs(const Operation& op, const Step& step, Work& work) {
         int64_t place = next[exchange.numbers[expert]]++;
         places[exchange.firsts[home] + pair] = place;
         exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + row * pitch * sizeof(E);
+        if (op.out != nullptr) static_cast<int64_t*>(op.out)[place] = (op.flags & SELECTED ? step.chosen_adapters : step.adapters)[row];
     });
 }
 
@@ -285,6 +287,7 @@ void experts_up(const Operation& op, Work& work) {
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T, In>(op.n, op.b, op.factors);
+    const Adapters<T> adapters(op);
     auto* biases = static_cast<const float*>(op.more);
     auto bias_of = [&](int64_t row, int64_t column) { return biases == nullptr ? nullptr : biases + row * op.n + column; };
     Weights weights(op, op.k / In::PACK, In::PACK);
@@ -301,7 +304,8 @@ void experts_up(const Operation& op, Work& work) {
             products.multiply(static_cast<const typename In::Element*>(op.in) + now.first * pitch_of<In>(op.k), op.k, now.rows, panels_at(gate + panel),
                               panels_at(panel + 1 < count ? gate + panel + 1 : then), true,
                               {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
-                               bias_of(2 * now.expert, column), bias_of(2 * now.expert + 1, column)},
+                               bias_of(2 * now.expert, column), bias_of(2 * now.expert + 1, column), adapters ? &adapters : nullptr, now.first,
+                               column / LANES, column / LANES + up, now.expert},
                               room_for<In>(weights, op.k, now.rows, 1));
         }
     });
@@ -327,7 +331,9 @@ void experts_down(const Operation& op, Work& work) {
         int64_t first, column;  // of rows and columns
         Mask low, high;
         const float* bias;      // of these columns, or none
+        int64_t expert;
     };
+    const Adapters<T> adapters(op);
     auto* biases = static_cast<const float*>(op.more);
     auto with = [](const float* bias, Floats value, Mask lanes) { return bias == nullptr ? value : value + load(bias, lanes); };
     const bool as_float = op.flags & AS_FLOAT;
@@ -338,8 +344,10 @@ void experts_down(const Operation& op, Work& work) {
         else T::store(reinterpret_cast<E*>(out), value, lanes);
     };
     auto products = products_into<In, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
-        put(place(to, row), with(to.bias, one, to.low), to.low);
-        put(place(to, row) + LANES * size, with(to.bias == nullptr ? nullptr : to.bias + LANES, two, to.high), to.high);
+        one = with(to.bias, one, to.low), two = with(to.bias == nullptr ? nullptr : to.bias + LANES, two, to.high);
+        if (adapters) adapters.add(one, two, to.first + row, to.column / LANES, to.column / LANES + 1, to.expert);
+        put(place(to, row), one, to.low);
+        put(place(to, row) + LANES * size, two, to.high);
     }, place, std::max<int64_t>(1, op.b));
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
@@ -351,7 +359,7 @@ void experts_down(const Operation& op, Work& work) {
                           panels_at(then), true,
                           {now.first, column, lanes_of(int(op.n - column)),
                            lanes_of(int(std::max<int64_t>(0, op.n - column - LANES))),
-                           biases == nullptr ? nullptr : biases + now.expert * op.n + column},
+                           biases == nullptr ? nullptr : biases + now.expert * op.n + column, now.expert},
                           room_for<In>(weights, op.k, now.rows, 1));
     });
     products.finish();

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.kernels.adapters.sites import Site, in_whole_panels
 from engine.kernels.core.rows import SLACK, pitch_of
 from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.experts.form import ExpertForm, form_of
@@ -106,6 +107,17 @@ class Moe:
     def matrices(self) -> list[torch.Tensor]:
         shared = [] if self.shared is None else self.shared.matrices()
         return [*shared, self.router, getattr(self.experts, self.form.first), self.experts.down_proj]
+
+    def sites(self) -> list[Site]:
+        """Adapters of the experts' first product, and of their last one."""
+        form, count = self.form, self.num_experts
+        outputs = torch.arange((1 + form.has_gate) * form.width)
+        order = in_whole_panels(form.halves(outputs) if form.has_gate else (outputs,))
+        experts: dict[str, Any] = {"modules": (self.experts,), "experts": count, "times": self.top_k}
+        return [
+            Site(sizes=(len(outputs),), inputs=form.hidden, order=order, parameter=form.first, **experts),
+            Site(sizes=(form.hidden,), inputs=form.width, parameter="down_proj", **experts),
+        ]
 
     def scratch(self) -> list[Scratch]:
         floats, hidden = {"dtype": torch.float32}, self.router.shape[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,13 @@ from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
 from engine.kernels.experts.form import ExpertForm, first_of, form_of
 from engine.kernels.products.packing import PackedWeights, Packer, add_rounding
 from parallel.parts import parts_here
+
+ExpertAdapters: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""Writers of the first product of adapters, beside an expert's two; they return the record for the second."""
+
+
+def _nothing(_rows: Any) -> None:
+    """Writer where rows have no adapters."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class PackedExperts:
         *,
         as_float: bool = False,
         rounded: torch.Tensor | None = None,
+        adapted: ExpertAdapters | None = None,
     ) -> None:
         """Add the two products to a list of operations.
 
@@ -77,13 +85,17 @@ class PackedExperts:
         :mod:`engine.kernels.core.rows` describes; rows and middle can be read ``SLACK`` rows beyond. Where
         ``ranks`` have a part of each expert, or other experts (``as_float``), out is float32 [n, hidden],
         side by side, to be added to theirs.
-        ``rounded``: room for rows of the wider kind, where weights want them in 8 bits.
+        ``rounded``: room for rows of the wider kind, where weights want them in 8 bits. ``adapted``: writes
+        what adapters add to both.
         """
         shared, form, activation = {"extra": begins, "a": self.count}, self.form, self.form.activation
         up_bias, down_bias = self.biases or (None, None)
         assert ranks == 1 or self.biases is None
+        before, behind = adapted or (_nothing, _nothing)
+        added = before(rows)
         operations.add(
             OperationKind.EXPERTS_UP,
+            added=added,
             into=add_rounding(operations, self.up, rows, rounded, form.hidden, **shared),
             out=middle,
             weights=self.up,
@@ -95,8 +107,10 @@ class PackedExperts:
             flags=0 if form.has_gate else WITHIN,
             **shared,
         )
+        added = behind(middle)
         operations.add(
             OperationKind.EXPERTS_DOWN,
+            added=added,
             into=add_rounding(operations, self.down, middle, rounded, form.width, **shared),
             out=out,
             weights=self.down,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from engine.kernels.adapters.sites import EXPERT_NUMBERS, PackedSite
 from engine.kernels.core.operations import ADD, AS_FLOAT, WIDE, OperationKind
 from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.exchange.exchange import ExpertExchange, LocalExchange
@@ -75,6 +77,9 @@ class PackedMoe:
         if self._spread is None:
             ranks = packing.ranks if moe.has_parts else 1
             self._experts = PackedExperts.of(moe.experts, moe.form, packer, ranks)
+        has_sites = self._spread is None and not moe.is_partial
+        self.sites = [packing.site(site) for site in moe.sites()] if has_sites else [None, None]
+        """Adapters of the experts' two products, where each is whole and stays here."""
 
     def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads.
@@ -220,9 +225,15 @@ class PackedMoe:
         """Write the results of the experts here; ``record``: of the layer, ``number``: see SORT."""
         buffers, moe, experts = writer.buffers, self.moe, self._packed_experts()
         results = exchange.own + exchange.layout.results_at if area is None else area.address
-        writer.add(OperationKind.SORT, extra=record, a=number, flags=writer.rows)
+        has_adapters = self.sites[0] is not None and writer.facts.adapts
+        numbers = buffers[EXPERT_NUMBERS] if has_adapters else None
+        writer.add(OperationKind.SORT, extra=record, a=number, out=numbers, flags=writer.rows)
         writer.add(OperationKind.GATHER, extra=record)
         begins, first = exchange.begins, moe.first_whole
+
+        def adapted(site: PackedSite | None) -> Callable[[Any], Any]:
+            return lambda rows: writer.adapted_experts(site, rows, begins)
+
         if area is not None and first is not None:  # all rows have a place, and others' experts give 0
             begins = begins[first : first + experts.count + 1]
             fields = {"extra": exchange.begins, "a": first, "b": first + experts.count, "c": moe.num_experts}
@@ -236,6 +247,7 @@ class PackedMoe:
             writer.facts.ranks if moe.is_partial and first is None else 1,
             as_float=moe.is_partial,
             rounded=buffers.rounded,
+            adapted=(adapted(self.sites[0]), adapted(self.sites[1])),
         )
         if not isinstance(exchange, LocalExchange):
             writer.add(OperationKind.RETURN, extra=record, a=number)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from engine.attention.base import Int64s
-from engine.kernels.adapters.sites import LOW, Sites
+from engine.kernels.adapters.sites import Sites
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of
 from engine.kernels.exchange.exchange import ExpertExchange, ExpertShape
@@ -54,9 +54,8 @@ class Needs(NamedTuple):
 
     def with_adapters(self, sites: Sites) -> Needs:
         """The same beside which adapters add something."""
-        low = Scratch(LOW, sites.low_width, dtype=torch.float32, is_input=False)
         scratch = {name: replace(each, slack=each.slack + SLACK) for name, each in self.scratch.items()}
-        return self._replace(scratch={**scratch, LOW: low}, slack=SLACK)
+        return self._replace(scratch=scratch | sites.scratch(), slack=SLACK)
 
     def rows_of(self, scratch: Scratch, room: BufferRoom) -> int:
         """Rows of one kind of scratch, for steps of a size."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.kernels.adapters.sites import LOW, PackedSite
+from engine.kernels.adapters.sites import EXPERT_LOW, EXPERT_NUMBERS, LOW, PackedSite
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.core.operations import (
@@ -228,6 +228,17 @@ class Writer:
         record = site.record(self.buffers[LOW])
         shape = {"n": site.low_width, "k": site.site.inputs, "flags": self.rows}
         self.add(OperationKind.ADAPT, into=into, extra=record, **shape)
+        return record
+
+    def adapted_experts(
+        self, site: PackedSite | None, into: Rows, begins: Any
+    ) -> np.ndarray[Any, Any] | None:
+        """The same for rows that are sorted by expert; ``begins``: the first one of each."""
+        if site is None or not self.facts.adapts:
+            return None
+        record = site.record(self.buffers[EXPERT_LOW], self.buffers[EXPERT_NUMBERS])
+        shape = {"n": site.low_width, "k": site.site.inputs}
+        self.add(OperationKind.ADAPT_EXPERTS, into=into, extra=record, more=begins, **shape)
         return record
 
     def area(self) -> Area:

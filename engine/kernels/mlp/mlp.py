@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from engine.kernels.adapters.sites import Site
+from engine.kernels.adapters.sites import Site, in_whole_panels
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import Gives, NotRecognised, with_parts
 from engine.kernels.lowering.parts import Packing, PartPlace
@@ -16,7 +15,6 @@ from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.lowering.writer import Writer, factor_field
 from engine.kernels.products.activations import NAMES, Activation, activation_by_results, activation_of
-from engine.kernels.products.packing import LANES
 from engine.kernels.products.projections import UNNAMED, joined_bias, linear_of, mlp_projections, whole
 from engine.model.quantization.attached import rows_of
 from parallel.parts import parts_here
@@ -115,12 +113,6 @@ def _activation(module: Any, projections: list[Any]) -> Activation:
     return activation_by_results(run, f"of {type(module).__name__}")
 
 
-def _gate_then_up(width: int) -> torch.Tensor:
-    """Index of each output of gate and up, each of which fills whole panels."""
-    gate = F.pad(torch.arange(width), (0, -width % LANES), value=-1)
-    return torch.cat([gate, torch.arange(width, 2 * width)])
-
-
 class PackedMlp:
     """The weights of an MLP, and its operations."""
 
@@ -137,7 +129,7 @@ class PackedMlp:
         *inward, down = mlp.modules or (None,)
         (outputs, hidden), width = mlp.up.shape, mlp.width
         every = outputs * (1 if mlp.gate is None else 2) // max(len(inward), 1)
-        order = None if mlp.gate is None else _gate_then_up(width)
+        order = None if mlp.gate is None else in_whole_panels(torch.arange(2 * width).split(width))
         self.sites = (
             packing.site(Site(tuple(inward), (every,) * len(inward), hidden, order) if inward else None),
             packing.site(None if down is None else Site((down,), (mlp.down.shape[0],), width)),

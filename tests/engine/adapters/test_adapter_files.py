@@ -66,7 +66,7 @@ def test_ranks_and_scalings_are_those_of_peft(model: Path, adapter: Path) -> Non
         ({"bias": "all"}, "trains biases"),
         ({"peft_type": "IA3"}, "kind IA3"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "fused experts"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "no parameter was matched"),
         ({"target_modules": ["nothing"]}, "PEFT refuses it for this model"),
         ({"target_modules": ["q_proj", "v_proj", "embed_tokens"]}, "of type Embedding: only linear layers"),
         ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "lacks lora_A of lm_head"),

@@ -14,7 +14,7 @@ from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import settled
 from engine.config import ModelConfig
-from engine.kernels.adapters.sites import AdapterRoom, sorted_rows
+from engine.kernels.adapters.sites import AdapterRoom, keys_of, sorted_rows
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
@@ -30,6 +30,7 @@ KERNELS = library.load()
 ROOM = AdapterRoom(adapters=3, rank=40)
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no native kernels here")
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"rank_pattern": {"q_proj": 40, "down_proj": 2}, "alpha_pattern": {"v_proj": 4}},
@@ -37,7 +38,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {},  # pairs side by side: outputs in another order
     "phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     "olmo2": {"target_modules": ["k_proj", "up_proj"]},
-    "qwen3_moe": {"target_modules": ["q_proj", "o_proj"]},
+    "gemma3": {},
+    "qwen3_moe": {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+    "granite_moe": {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS},
+    "qwen2_moe": {"target_modules": ["q_proj", "down_proj"], "target_parameters": EXPERTS[1:]},
+    "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
 }
 
 
@@ -72,10 +77,10 @@ class Served:
             self.put(number, self.adapters[number])
 
     def put(self, number: int, adapter: Adapter) -> None:
-        modules = {name: id(module) for name, module in self.model.module.named_modules()}
+        keys = keys_of(self.model.module)
         assert self.program.sites is not None
-        assert {modules[name] for name in adapter.parts} <= self.program.sites.modules
-        self.program.sites.put(number, {modules[name]: part for name, part in adapter.parts.items()})
+        assert {keys[name] for name in adapter.parts} <= self.program.sites.keys
+        self.program.sites.put(number, {keys[name]: part for name, part in adapter.parts.items()})
 
     def logits(self, rows: list[tuple[int, int, int]], adapters: list[int]) -> torch.Tensor:
         packed, ids = packed_rows(rows)
@@ -84,7 +89,7 @@ class Served:
         return self.program.forward(replace(packed, adapters=numbers), ids, wanted).clone()
 
 
-AT_NIGHT = ("llama", "gemma2", "olmo2")
+AT_NIGHT = ("llama", "gemma2", "olmo2", "qwen2_moe", "gpt_oss")
 
 
 @pytest.fixture(
