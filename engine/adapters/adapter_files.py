@@ -6,6 +6,7 @@ asked with a model without memory.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -49,18 +50,24 @@ def read_adapter(source: AdapterSource, whole: Any, most_rank: int) -> Adapter:
         import_module("torch.distributed.tensor")  # which PEFT takes for granted, and is loaded late here
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError as error:
         raise AdapterError(
             f"adapters are read by the package peft, which cannot be loaded ({first_line(error)}): "
             f"pip install 'lockstep-mesh[lora]'"
         ) from error
+    tensors = _tensors(path)
     try:
         settings = LoraConfig.from_pretrained(str(path))
-        inject_adapter_in_model(settings, whole, "lora", low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # of patterns that it has made itself, for parameters
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
+            inject_adapter_in_model(settings, whole, "lora", low_cpu_mem_usage=True)
+        # those of each expert are joined where the model has all experts in one tensor
+        tensors = convert_peft_adapter_state_dict_for_transformers(whole, settings, tensors, "lora")
     except Exception as error:  # whatever PEFT finds wrong
         raise AdapterError(f"{path}: PEFT refuses it for this model: {first_line(error)}") from error
     layers = {name: layer for name, layer in whole.named_modules() if isinstance(layer, LoraLayer)}
-    tensors = _tensors(path)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     parts = {_adapted(name, layer): _part(path, name, layer, tensors) for name, layer in layers.items()}
     if tensors:
         raise AdapterError(
@@ -73,17 +80,17 @@ def read_adapter(source: AdapterSource, whole: Any, most_rank: int) -> Adapter:
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors by name, without PEFT's prefix."""
+    """Tensors by name."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        found = load_file(path / WEIGHTS)
+        found: dict[str, torch.Tensor] = load_file(path / WEIGHTS)
     except FileNotFoundError as error:
         raise AdapterError(f"{path} has no {WEIGHTS}") from error
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path / WEIGHTS} cannot be read: {first_line(error)}") from error
-    return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+    return found
 
 
 def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -> LowRank:

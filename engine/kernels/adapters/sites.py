@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import Int64s
-from engine.kernels.lowering.scratch import Scratch, all_scratch
 from engine.kernels.products.packing import LANES, panels
 
 LOW, EXPERT_LOW, EXPERT_NUMBERS = "adapter low", "adapter low of experts", "adapters of experts' rows"
@@ -143,16 +142,6 @@ class PackedSite:
         self._kept[number] = low, high, places
         return int(low.nbytes + high.nbytes)
 
-    def scratch(self) -> list[Scratch]:
-        """Rows that its operations hand on."""
-        if not self.site.parameter:
-            return [Scratch(LOW, self.low_width, dtype=torch.float32, is_input=False)]
-        pairs: dict[str, Any] = {"per": "group token", "times": self.site.times, "is_input": False}
-        return [
-            Scratch(EXPERT_LOW, self.low_width, dtype=torch.float32, **pairs),
-            Scratch(EXPERT_NUMBERS, 1, dtype=torch.int64, **pairs),
-        ]
-
     def record(self, low: torch.Tensor, numbers: torch.Tensor | None = None) -> np.ndarray[Any, Any]:
         """``AdapterSite`` of this product.
 
@@ -182,9 +171,15 @@ class Sites:
         """Keys of all layers that may have adapters."""
         return {key for packed in self._packed for key in packed.site.keys}
 
-    def scratch(self) -> dict[str, Scratch]:
-        """Rows that operations of adapters hand on, by name."""
-        return all_scratch(self._packed)
+    def low_width(self, *, of_experts: bool) -> int:
+        """Most numbers of a row of what A gives."""
+        found = (each.low_width for each in self._packed if bool(each.site.parameter) is of_experts)
+        return max(found, default=0)
+
+    @property
+    def times(self) -> int:
+        """Rows of a token that experts compute."""
+        return max((each.site.times for each in self._packed), default=1)
 
     def put(self, number: int, parts: Mapping[SiteKey, LowRank]) -> int:
         """Lay out an adapter; returns its bytes."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from engine.attention.base import Int64s
-from engine.kernels.adapters.sites import Sites
+from engine.kernels.adapters.sites import EXPERT_LOW, EXPERT_NUMBERS, LOW, Sites
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of
 from engine.kernels.exchange.exchange import ExpertExchange, ExpertShape
@@ -55,7 +55,14 @@ class Needs(NamedTuple):
     def with_adapters(self, sites: Sites) -> Needs:
         """The same beside which adapters add something."""
         scratch = {name: replace(each, slack=each.slack + SLACK) for name, each in self.scratch.items()}
-        return self._replace(scratch=scratch | sites.scratch(), slack=SLACK)
+        low, of_experts = (sites.low_width(of_experts=each) for each in (False, True))
+        scratch[LOW] = Scratch(LOW, low, dtype=torch.float32, is_input=False)
+        for name, width, dtype in (
+            (EXPERT_LOW, of_experts, torch.float32),
+            (EXPERT_NUMBERS, min(of_experts, 1), torch.int64),
+        ):
+            scratch[name] = Scratch(name, width, "group token", sites.times, dtype=dtype, is_input=False)
+        return self._replace(scratch=scratch, slack=SLACK)
 
     def rows_of(self, scratch: Scratch, room: BufferRoom) -> int:
         """Rows of one kind of scratch, for steps of a size."""

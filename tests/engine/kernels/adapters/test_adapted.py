@@ -22,7 +22,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
 from parallel.kernel_kinds import Kind
-from tests.engine.adapters.made_adapters import make_adapter
+from tests.engine.adapters.made_adapters import make_adapter, make_adapter_of_each_expert
 from tests.engine.kernels.test_kernels import BLOCK_SIZE, NUM_BLOCKS, packed_rows
 from tests.engine.native_families import make_family
 
@@ -30,6 +30,7 @@ KERNELS = library.load()
 ROOM = AdapterRoom(adapters=3, rank=40)
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no native kernels here")
 
+EACH = "each expert"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -40,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"target_modules": ["k_proj", "up_proj"]},
     "gemma3": {},
     "qwen3_moe": {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+    "qwen3_moe, each": {EACH: True},
     "granite_moe": {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS},
     "qwen2_moe": {"target_modules": ["q_proj", "down_proj"], "target_parameters": EXPERTS[1:]},
     "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
@@ -57,7 +59,7 @@ class Served:
         kernels: library.KernelLibrary | None = KERNELS,
     ) -> None:
         path = directory / "model"
-        make_family(path, family)
+        make_family(path, family.partition(",")[0])
         self.model = load_model(read_model_info(path), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
         assert kernels is not None
         decoder = recognise(self.model.module, self.model.layers, self.model.dtype)
@@ -69,10 +71,14 @@ class Served:
         self.adapters: dict[int, Adapter] = {}
         for number in range(1, 4):
             settings = FAMILIES[family]
-            self.truths.append(make_adapter(path, directory / str(number), seed=number, **settings))
+            place = directory / str(number)
+            if EACH in settings:
+                self.truths.append(make_adapter_of_each_expert(path, place, seed=number))
+            else:
+                self.truths.append(make_adapter(path, place, seed=number, **settings))
             with torch.device("meta"):
                 whole = type(self.model.module)(self.model.module.config)
-            source = settled(AdapterSource(str(number), str(directory / str(number))))
+            source = settled(AdapterSource(str(number), str(place)))
             self.adapters[number] = read_adapter(source, whole, ROOM.rank)
             self.put(number, self.adapters[number])
 
