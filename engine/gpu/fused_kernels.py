@@ -44,10 +44,39 @@ def rms_norm(
 
 
 @triton.jit
-def turned(source, target, cosines, sines, angle, inside, HALF: tl.constexpr):
-    """Write to ``target`` the vector at ``source``, turned; pointers and angles of its first half."""
+def normed_number(number, scale, weight, inside, element, PLUS_ONE: tl.constexpr):
+    """Numbers of a row as :func:`rms_norm` gives them, rounded to ``element``."""
+    factor = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        result = number * scale * (factor + 1.0)
+    else:
+        result = (number * scale).to(element).to(tl.float32) * factor
+    return result.to(element).to(tl.float32)
+
+
+@triton.jit
+def turned(
+    source,
+    target,
+    cosines,
+    sines,
+    angle,
+    inside,
+    scale,
+    weight,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
+    """Write to ``target`` the vector at ``source``, turned; pointers and angles of its first half.
+
+    With ``NORMED`` it is normalised first: by ``scale``, and by the weights from ``weight`` on.
+    """
     lower = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     upper = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        lower = normed_number(lower, scale, weight, inside, source.dtype.element_ty, PLUS_ONE)
+        upper = normed_number(upper, scale, weight + HALF, inside, source.dtype.element_ty, PLUS_ONE)
     cosine = tl.load(cosines + angle, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + angle, mask=inside, other=0.0).to(tl.float32)
     element = target.dtype.element_ty
@@ -91,7 +120,7 @@ def rotate(
     else:
         source = key + (head - HEADS) * key_head + token * key_token + column
         target = rotated_key + (token * KV_HEADS + head - HEADS) * DIM + column
-    turned(source, target, cosines, sines, angle, inside, HALF)
+    turned(source, target, cosines, sines, angle, inside, 1.0, source, HALF, False, False)
 
 
 @triton.jit
@@ -105,6 +134,9 @@ def rotate_and_store(
     keys,
     values,
     slots,
+    query_weight,
+    key_weight,
+    epsilon,
     query_head,
     query_token,
     key_head,
@@ -118,11 +150,13 @@ def rotate_and_store(
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    NORMED: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):
     """Program (token, head): :func:`rotate`, but keys go to the cache, and so do values.
 
     rotated_query is [tokens, HEADS, DIM] in one piece; keys and values [slots, KV_HEADS, dim] are written at
-    ``slots[token]``, both by the program of the key.
+    ``slots[token]``, both by the program of the key. With ``NORMED`` queries and keys are normalised first.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # strides times them are large
     HALF: tl.constexpr = DIM // 2
@@ -130,17 +164,25 @@ def rotate_and_store(
     inside = column < HALF
     angle = token * angle_token + column
     if head < HEADS:
-        source = query + head * query_head + token * query_token + column
+        vector = query + head * query_head + token * query_token
         target = rotated_query + (token * HEADS + head) * DIM + column
+        weight = query_weight
     else:
         kv_head = head - HEADS
         cell = tl.load(slots + token).to(tl.int64) * KV_HEADS + kv_head
-        source = key + kv_head * key_head + token * key_token + column
+        vector = key + kv_head * key_head + token * key_token
         target = keys + cell * DIM + column
+        weight = key_weight
         v = tl.arange(0, BLOCK_V)
         new_value = tl.load(value + kv_head * value_head + token * value_token + v, mask=v < VALUE_DIM)
         tl.store(values + cell * VALUE_DIM + v, new_value, mask=v < VALUE_DIM)
-    turned(source, target, cosines, sines, angle, inside, HALF)
+    scale = 1.0
+    if NORMED:
+        every = tl.arange(0, 2 * BLOCK)
+        wide = tl.load(vector + every, mask=every < DIM, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
+    source, first = vector + column, weight + column
+    turned(source, target, cosines, sines, angle, inside, scale, first, HALF, NORMED, PLUS_ONE)
 
 
 @triton.jit

@@ -91,10 +91,13 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Queries [heads, tokens, dim], turned; keys, turned as well, and values go to the cache.
 
+    Where the rotation has norms, queries and keys are normalised first.
+
     key and value are [kv_heads, tokens, dim]; keys and values [slots, kv_heads, dim], slots [tokens].
     """
     heads, tokens, dim = query.shape
     kv_heads, value_dim = value.shape[0], value.shape[2]
+    query_norm, key_norm = turn.norms or (None, None)
     turned_query = query.new_empty(tokens, heads, dim)
     if tokens:
         kernels.rotate_and_store[(tokens, heads + kv_heads)](
@@ -107,6 +110,9 @@ def rotate_and_store(
             keys,
             values,
             slots,
+            query if query_norm is None else query_norm.weight,
+            key if key_norm is None else key_norm.weight,
+            0.0 if query_norm is None else query_norm.epsilon,
             query.stride(0),
             query.stride(1),
             key.stride(0),
@@ -120,6 +126,8 @@ def rotate_and_store(
             VALUE_DIM=value_dim,
             BLOCK=1 << max(dim // 2 - 1, 0).bit_length(),
             BLOCK_V=1 << max(value_dim - 1, 0).bit_length(),
+            NORMED=turn.norms is not None,
+            PLUS_ONE=query_norm is not None and query_norm.plus_one,
         )
     return turned_query.transpose(0, 1)
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.gpu.coded_parameter import coded_of
-from engine.gpu.late_rotary import LATE, LateRotation, hands_over
+from engine.gpu.late_rotary import LATE, HeadNorm, LateRotation, hands_norms_over, hands_over
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> dict[str, i
     merged += already
     gates = _fuse_gates(model, {id(each.layers[0]): each for each in merged})
     rotary = sum(_fuse_rotary(sys.modules[name], layers) for name, layers in _attention_layers(model).items())
+    _normalise_late(model)
     found = {
         "norms": norms,
         "merged products": len(merged),
@@ -87,10 +88,20 @@ class _Norm:
         self._module, self._weight = module, module.weight
         self._epsilon = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
         self._plus_one = plus_one
+        self.rotary: FusedRotary | None = None
+        """Rotary embeddings that take this norm of each head over, where they are computed late."""
+
+    @property
+    def head_norm(self) -> HeadNorm:
+        """The same as a norm that attention computes."""
+        return HeadNorm(self._weight, self._epsilon, self._plus_one)
 
     def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
         if rest or more:
             return type(self._module).forward(self._module, hidden, *rest, **more)
+        if self.rotary is not None and self.rotary.is_late_for(hidden):
+            LATE.keep_norm(self.head_norm)
+            return hidden
         from engine.gpu import fused_launches
 
         return fused_launches.rms_norm(hidden, self._weight, self._epsilon, plus_one=self._plus_one)
@@ -292,6 +303,29 @@ def _fuse_rotary(family: Any, layers: set[type]) -> int:
     return 1
 
 
+def _normalise_late(model: Any) -> None:
+    """Let attention normalise queries and keys where it turns them, if our kernel does that alike."""
+    seen: dict[tuple[Any, ...], bool] = {}
+    for module in model.modules():
+        norms: list[Any] = [
+            getattr(getattr(module, name, None), "forward", None) for name in ("q_norm", "k_norm")
+        ]
+        rotary = getattr(sys.modules[type(module).__module__], ROTARY, None)
+        if not (isinstance(rotary, FusedRotary) and rotary.late) or not all(
+            type(each) is _Norm for each in norms
+        ):
+            continue
+        query, key = (each.head_norm for each in norms)
+        kind = type(module), query.weight.dtype, query.epsilon, query.plus_one
+        if kind not in seen:
+            seen[kind] = hands_norms_over(kind[0], ROTARY) and stores_alike((query, key))
+        width = getattr(module, "head_dim", None)
+        alike = (query.epsilon, query.plus_one) == (key.epsilon, key.plus_one)
+        if seen[kind] and alike and query.weight.numel() == key.weight.numel() == width:
+            for each in norms:
+                each.rotary = rotary
+
+
 class FusedRotary:
     """A family's function for rotary embeddings, and ours where a GPU computes."""
 
@@ -311,12 +345,17 @@ class FusedRotary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [1, heads, tokens, dim], turned by angles [1, tokens, dim]."""
         if query.device.type not in DEVICES or rest or more or not fits(query, key, cos):
+            LATE.check()
             return self.plain(query, key, cos, sin, *rest, **more)
         if self.late and LATE.on:
-            return LATE.put(query, key, LateRotation(cos, sin))
+            return LATE.put(query, key, LateRotation(cos, sin, LATE.take_norms()))
         from engine.gpu import fused_launches
 
         return fused_launches.rotate(query, key, cos, sin)
+
+    def is_late_for(self, hidden: torch.Tensor) -> bool:
+        """Whether attention turns queries and keys of the model's present call."""
+        return self.late and LATE.on and hidden.device.type in DEVICES
 
     def agrees(self) -> bool:
         """Whether our kernel agrees with the family's function."""
@@ -333,27 +372,36 @@ class FusedRotary:
         return _are_alike(ours, lambda: torch.cat(self.plain(query, key, cos, sin), dim=1))
 
 
-def stores_alike() -> bool:
-    """Whether one kernel turns queries and writes keys and values as two do."""
+def stores_alike(norms: tuple[HeadNorm, HeadNorm] | None = None) -> bool:
+    """Whether one kernel normalises, turns and writes queries, keys and values as several do."""
     generator = torch.Generator().manual_seed(4)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    query, key, value = (torch.randn(1, heads, 3, 8, generator=generator).to(device) for heads in (4, 2, 2))
-    cos, sin = torch.randn(2, 1, 3, 8, generator=generator).to(device)
+    dim, dtype = (8, torch.float32) if norms is None else (norms[0].weight.numel(), norms[0].weight.dtype)
+    query, key, value = (
+        torch.randn(1, heads, 3, dim, generator=generator).to(device, dtype) for heads in (4, 2, 2)
+    )
+    cos, sin = torch.randn(2, 1, 3, dim, generator=generator).to(device, dtype)
     slots = torch.tensor([4, 0, 3], device=device)
 
     def ours() -> torch.Tensor:
         from engine.gpu import fused_launches
 
-        keys, values = query.new_zeros(2, 5, 2, 8)
+        keys, values = query.new_zeros(2, 5, 2, dim)
         found = fused_launches.rotate_and_store(
-            LateRotation(cos, sin), query[0], key[0], value[0], keys, values, slots
+            LateRotation(cos, sin, norms), query[0], key[0], value[0], keys, values, slots
         )
         return torch.cat([found, keys[slots].transpose(0, 1), values[slots].transpose(0, 1)])
 
     def one_by_one() -> torch.Tensor:
         from engine.gpu import fused_launches
 
-        return torch.cat([*fused_launches.rotate(query, key, cos, sin), value], dim=1)[0]
+        normed = [query, key]
+        if norms is not None:
+            normed = [
+                fused_launches.rms_norm(each, norm.weight, norm.epsilon, plus_one=norm.plus_one)
+                for each, norm in zip(normed, norms, strict=True)
+            ]
+        return torch.cat([*fused_launches.rotate(normed[0], normed[1], cos, sin), value], dim=1)[0]
 
     return _are_alike(ours, one_by_one)
 

@@ -21,11 +21,23 @@ CACHES = {"cache", "past_key_value", "past_key_values"}
 
 
 @dataclass(frozen=True)
+class HeadNorm:
+    """Norm over the vector of each head."""
+
+    weight: torch.Tensor
+    epsilon: float
+    plus_one: bool
+    """Whether factors are the weights and 1."""
+
+
+@dataclass(frozen=True)
 class LateRotation:
     """Angles [1, tokens, dim] by which queries and keys are still to be turned."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+    norms: tuple[HeadNorm, HeadNorm] | None = None
+    """Norms of queries and of keys, which are alike but for weights; None: there are none left to do."""
 
 
 class LateTurns(threading.local):
@@ -35,6 +47,26 @@ class LateTurns(threading.local):
         self.on = False
         """Whether the called model may leave its queries and keys as they are."""
         self._given: tuple[torch.Tensor, torch.Tensor, LateRotation] | None = None
+        self._norms: list[HeadNorm] = []
+
+    def keep_norm(self, norm: HeadNorm) -> None:
+        """Keep the norm of queries, then that of keys, for the next rotation."""
+        self._norms.append(norm)
+
+    def take_norms(self) -> tuple[HeadNorm, HeadNorm] | None:
+        """Norms that queries and keys of the next rotation still need.
+
+        Raises:
+            RuntimeError: they are not just two.
+        """
+        if not self._norms:
+            return None
+        found, self._norms = self._norms, []
+        if len(found) != 2:
+            raise RuntimeError(
+                f"{len(found)} norms of heads before a rotation: queries and keys have one each"
+            )
+        return found[0], found[1]
 
     def put(
         self, query: torch.Tensor, key: torch.Tensor, turn: LateRotation
@@ -59,9 +91,12 @@ class LateTurns(threading.local):
         return turn
 
     def check(self) -> None:
-        """Raise RuntimeError if queries and keys were given and never taken."""
-        if self._given is not None:
-            self._given = None
+        """Raise RuntimeError if queries and keys, or their norms, were given and never taken."""
+        given, norms = self._given, self._norms
+        self._given, self._norms = None, []
+        if norms:
+            raise RuntimeError("a layer did not turn queries and keys that are not normalised yet")
+        if given is not None:
             raise RuntimeError("a layer changed its queries or keys between rotary embeddings and attention")
 
 
@@ -101,6 +136,41 @@ def hands_over(layer: type, rotary: str) -> bool:
         return False
     uses = [each for each in statements[turning[0] + 1 :] if _named(each, names) and not _of_cache(each)]
     return len(uses) == 1 and _gives_attention(uses[0], names)
+
+
+def hands_norms_over(layer: type, rotary: str) -> bool:
+    """Whether a layer's ``forward`` turns what ``q_norm`` and ``k_norm`` gave, as it was.
+
+    The layer is one that :func:`hands_over` accepts. Read from the source, as there.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(layer.forward))))  # type: ignore[attr-defined]
+    assert isinstance(tree.body[0], ast.FunctionDef)
+    statements = tree.body[0].body
+    turning = next(index for index, each in enumerate(statements) if _calls(each, rotary))
+    names = _two_names(statements[turning])
+    if names is None:
+        return False
+    first = [each.id if isinstance(each, ast.Name) else "" for each in _calls(tree, rotary)[0].args[:2]]
+    before = [each for each in statements[:turning] if _named(each, names)]
+    return first == [*names] and [_normalised(each) for each in before] == [
+        (names[0], "q_norm"), (names[1], "k_norm"),
+    ]  # fmt: skip
+
+
+def _normalised(statement: ast.stmt) -> tuple[str, str] | None:
+    """Name and norm of a statement ``name = self.norm(...).transpose(1, 2)``."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target, found = statement.targets[0], ast.unparse(statement.value)
+    for norm in ("q_norm", "k_norm"):
+        inner = f"self.{norm}("
+        if isinstance(target, ast.Name) and found.startswith(inner) and found.endswith(").transpose(1, 2)"):
+            moved = statement.value
+            assert isinstance(moved, ast.Call)
+            assert isinstance(moved.func, ast.Attribute)
+            is_norm = isinstance(moved.func.value, ast.Call)
+            return (target.id, norm) if is_norm and ast.unparse(moved.func.value).startswith(inner) else None
+    return None
 
 
 def _calls(node: ast.AST, name: str) -> list[ast.Call]:

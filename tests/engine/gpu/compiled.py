@@ -32,7 +32,7 @@ from engine.gpu import (
     grouped_products,
 )
 from engine.gpu.coded_products import DeviceCodes
-from engine.gpu.late_rotary import LateRotation
+from engine.gpu.late_rotary import HeadNorm, LateRotation
 from engine.model.quantization.rounding import Rounding
 from tests.engine.gpu.compiling import META, Compiled, compiling
 from tests.nightly import NIGHTLY
@@ -159,8 +159,12 @@ class Steps:
         fused_launches.rotate(query, key, angles, angles)
         sinks = empty(sizes.heads, dtype=dtype) if sizes.has_sinks else None
         qkv = (query[0], key[0], value.transpose(1, 2)[0])
-        turn = LateRotation(angles, angles)
-        for more in ({}, {"turn": turn}):
+        norms = HeadNorm(weight, 1e-6, False), HeadNorm(weight, 1e-6, False)
+        for more in (
+            {},
+            {"turn": LateRotation(angles, angles)},
+            {"turn": LateRotation(angles, angles, norms)},
+        ):
             plan.attend(0, *qkv, Scoring(0.1, sizes.softcap, sinks), **more)
         fused_launches.gated(empty(1, tokens, 2 * sizes.inner, dtype=dtype), tanh=sizes.softcap is not None)
         if sizes.experts:

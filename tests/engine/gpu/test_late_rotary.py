@@ -19,14 +19,18 @@ from engine.attention.base import (
     paged_attention,
 )
 from engine.gpu import fused_launches, fused_layers
-from engine.gpu.late_rotary import LATE, LateRotation, hands_over, turn_late
+from engine.gpu.late_rotary import LATE, HeadNorm, LateRotation, hands_norms_over, hands_over, turn_late
 from tests.engine.tiny_models import FAMILIES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "dims"), [(torch.float32, (16, 16)), (torch.bfloat16, (12, 20))])
-def test_one_kernel_gives_the_bits_of_two(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("plus_one", [None, False, True])
+def test_one_kernel_gives_the_bits_of_several(
+    dtype: torch.dtype, dims: tuple[int, int], plus_one: bool | None
+) -> None:
+    """Of norms of heads too, unless ``plus_one`` is None."""
     numbers = torch.Generator().manual_seed(3)
     tokens, heads, kv_heads, (dim, value_dim) = 5, 4, 2, dims
 
@@ -43,10 +47,17 @@ def test_one_kernel_gives_the_bits_of_two(dtype: torch.dtype, dims: tuple[int, i
     slots = torch.tensor([7, 0, 3, 4, 9], device=DEVICE)
     keys, values = draw(11, kv_heads, dim), draw(11, kv_heads, value_dim)
     wanted_keys, wanted_values = keys.clone(), values.clone()
-    turned_query, turned_key = fused_launches.rotate(query, key, cos, sin)
+    norms, normed = None, [query, key]
+    if plus_one is not None:
+        norms = HeadNorm(draw(dim), 1e-3, plus_one), HeadNorm(draw(dim), 1e-3, plus_one)
+        normed = [
+            fused_launches.rms_norm(each, norm.weight, norm.epsilon, plus_one=plus_one)
+            for each, norm in zip(normed, norms, strict=True)
+        ]
+    turned_query, turned_key = fused_launches.rotate(normed[0], normed[1], cos, sin)
     wanted_keys[slots], wanted_values[slots] = turned_key[0].transpose(0, 1), value[0].transpose(0, 1)
     found = fused_launches.rotate_and_store(
-        LateRotation(cos, sin), query[0], key[0], value[0], keys, values, slots
+        LateRotation(cos, sin, norms), query[0], key[0], value[0], keys, values, slots
     )
     assert torch.equal(found, turned_query[0])
     assert torch.equal(keys, wanted_keys)
@@ -74,7 +85,7 @@ def test_a_model_that_turns_late_gives_the_same_bits(family: str, monkeypatch: p
     launch = fused_launches.rotate_and_store
 
     def noted(*arguments: Any) -> torch.Tensor:
-        turned.append(arguments)
+        turned.append(arguments[0].norms is not None)
         return launch(*arguments)
 
     monkeypatch.setattr(fused_launches, "rotate_and_store", noted)
@@ -95,7 +106,7 @@ def test_a_model_that_turns_late_gives_the_same_bits(family: str, monkeypatch: p
     assert not turned
     turn_late(model, PLAN_KEYWORD)
     logits, cache = run()
-    assert len(turned) == len(layers)
+    assert turned == [hasattr(layers[0], "q_norm")] * len(layers)
     assert torch.equal(logits, expected)
     assert all(torch.equal(one, other) for one, other in zip(cache, expected_cache, strict=True))
     assert not LATE.on
@@ -158,6 +169,48 @@ class LooksAgain(Straight):
 def test_only_layers_that_hand_both_over_as_they_are_turn_late() -> None:
     kinds = (Straight, Scales, Sometimes, Swaps, LooksAgain, int)
     assert [hands_over(kind, "apply_rotary_pos_emb") for kind in kinds] == [True, *[False] * 5]
+
+
+class Norms(Straight):
+    def forward(self, query, key, value, cos, sin, past_key_values=None):
+        query_states = self.q_norm(query.view(1, -1)).transpose(1, 2)  # type: ignore[attr-defined]
+        key_states = self.k_norm(key.view(1, -1)).transpose(1, 2)  # type: ignore[attr-defined]
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        output, _ = self.attention(self, query_states, key_states, value)  # type: ignore[attr-defined]
+        return output
+
+
+class NormsAndScales(Straight):
+    def forward(self, query, key, value, cos, sin, past_key_values=None):
+        query_states = self.q_norm(query.view(1, -1)).transpose(1, 2)  # type: ignore[attr-defined]
+        key_states = self.k_norm(key.view(1, -1)).transpose(1, 2)  # type: ignore[attr-defined]
+        query_states = query_states * 2.0
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        output, _ = self.attention(self, query_states, key_states, value)  # type: ignore[attr-defined]
+        return output
+
+
+class ScalesNorms(Straight):
+    def forward(self, query, key, value, cos, sin, past_key_values=None):
+        query_states = (self.q_norm(query.view(1, -1)) * 2.0).transpose(1, 2)  # type: ignore[attr-defined]
+        key_states = self.k_norm(key.view(1, -1)).transpose(1, 2)  # type: ignore[attr-defined]
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        output, _ = self.attention(self, query_states, key_states, value)  # type: ignore[attr-defined]
+        return output
+
+
+def test_only_norms_right_before_rotary_embeddings_are_late() -> None:
+    kinds = (Norms, NormsAndScales, ScalesNorms, Straight)
+    assert [hands_norms_over(kind, "apply_rotary_pos_emb") for kind in kinds] == [True, *[False] * 3]
+    norm = HeadNorm(torch.ones(4), 1e-6, False)
+    LATE.keep_norm(norm)
+    with pytest.raises(RuntimeError, match="1 norms of heads before a rotation"):
+        LATE.take_norms()
+    LATE.keep_norm(norm)
+    LATE.keep_norm(norm)
+    with pytest.raises(RuntimeError, match="not normalised yet"):
+        LATE.check()
+    assert LATE.take_norms() is None
 
 
 def test_what_was_changed_on_its_way_is_an_error() -> None:
