@@ -352,6 +352,10 @@ class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
     running: list[str]
     waiting: list[str]
     """Adapters of requests that wait."""
+    active: list[str] = []
+    """Digests of the adapters of all these requests."""
+    laid_out: list[str] = []
+    """Digests of the adapters that requests can run with at no cost."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):

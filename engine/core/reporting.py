@@ -109,9 +109,13 @@ class Reporting:
             return None
         names = self._admission.adapters
         waiting = {request.adapter for request in queues.waiting if request.adapter}
+        running = queues.adapters.running
         return AdapterUse(
-            lora.max_loras,
-            *(sorted({names[each] for each in those}) for those in (queues.adapters.running, waiting)),
+            most=lora.max_loras,
+            running=sorted({names[each] for each in running}),
+            waiting=sorted({names[each] for each in waiting}),
+            active=sorted(waiting.union(running)),
+            laid_out=queues.adapters.laid_out,
         )
 
     @property

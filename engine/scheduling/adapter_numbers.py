@@ -52,6 +52,11 @@ class AdapterNumbers:
         """Adapters that requests run with."""
         return list(self._running)
 
+    @property
+    def laid_out(self) -> list[str]:
+        """Adapters with a number, which requests can run with at no cost."""
+        return list(self._numbers)
+
     def _free(self) -> int:
         if len(self._numbers) < self._most:
             return len(self._numbers) + 1

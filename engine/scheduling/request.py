@@ -70,6 +70,8 @@ class Request:
     """Version of the weights that its blocks are named by; see :func:`engine.pieces.pool.root_of`."""
     adapter: str = ""
     """Digest of its low-rank adapter; empty for none."""
+    turn: int = 0
+    """Turn among those of other adapters (:mod:`engine.scheduling.adapter_turns`); 0 without any."""
     adapter_number: int = 0
     """Number of that while it runs (:mod:`engine.scheduling.adapter_numbers`)."""
     traceparent: str = ""
@@ -164,13 +166,13 @@ class Request:
         return self.prompt_logprobs is not None and self.num_computed < self.num_prompt
 
     @property
-    def order(self) -> tuple[int, bool, int]:
+    def order(self) -> tuple[int, bool, int, int]:
         """Sort key: lower goes first.
 
         Requests resumed from a lost instance, whose clients have a part of their answers, go before requests
         without any output.
         """
-        return (self.priority, self.num_emitted == 0, self.arrival)
+        return (self.priority, self.num_emitted == 0, self.turn, self.arrival)
 
     def hashes_up_to(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """Hashes of the first ``num_blocks`` full blocks, computed once."""

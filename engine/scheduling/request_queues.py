@@ -12,6 +12,7 @@ from collections.abc import Collection
 from engine.messages import FinishReason
 from engine.pieces.pool import PiecePool
 from engine.scheduling.adapter_numbers import AdapterNumbers
+from engine.scheduling.adapter_turns import AdapterTurns
 from engine.scheduling.boundaries import Boundaries
 from engine.scheduling.prefix_cache import ExpectedPrefixBlocks
 from engine.scheduling.request import Request, RequestKey, Status
@@ -34,6 +35,8 @@ class RequestQueues:
         self._by_slot: dict[int, Request] = {}
         self.free_slots = list(range(rules.max_num_seqs))[::-1]
         self.adapters = AdapterNumbers(rules.max_loras)
+        self._turns = AdapterTurns() if rules.max_loras else None
+        """None: no request has an adapter."""
         self._num_grammars = 0
         self.expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
         self.boundaries = Boundaries(pool, rules.block_size)
@@ -118,6 +121,8 @@ class RequestQueues:
         assert request.key not in self._requests, f"{request!r} was added twice"
         self._requests[request.key] = request
         self._num_grammars += request.grammar is not None
+        if self._turns is not None:
+            request.turn = self._turns.take(request.adapter)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
@@ -138,6 +143,8 @@ class RequestQueues:
         request.status = Status.RUNNING
         request.slot = self.free_slots.pop()
         request.adapter_number = self.adapters.take(request.adapter)
+        if self._turns is not None:
+            self._turns.admitted(request.turn)
         self._by_slot[request.slot] = request
         request.blocks = blocks
 

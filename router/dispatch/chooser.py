@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.pieces.pool import prefix_names
 from engine.transfers.price import FEWEST
 from router.dispatch import policy, roles
+from router.dispatch.adapter_costs import adapter_cost
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
 from router.dispatch.pool import NO_REPORT, Pool, PooledInstance
@@ -90,7 +93,8 @@ class Chooser:
         if (preferred := self._preferred(entry, now)) is not None:
             return preferred
         blocks, wish = self._blocks_of(entry), self._wish(entry)
-        if len(self._pool) >= MANY and entry.prompt.rank is None and not self._pool.has_roles:
+        adapter = entry.prompt.adapter
+        if len(self._pool) >= MANY and entry.prompt.rank is None and not (adapter or self._pool.has_roles):
             chosen = self._columns().choose(self._policy, entry, blocks, wish, now)
             if chosen is not None:
                 self._turn += 1
@@ -101,6 +105,12 @@ class Chooser:
             self._pool.candidate(instance, now, self._cached(instance, lengths), lendable)
             for instance in instances
         ]
+        if adapter:
+            found = [
+                msgspec.structs.replace(each, adapter_cost=self._adapter_cost(adapter, instance))
+                for each, instance in zip(found, instances, strict=True)
+                if has_adapter(instance, adapter)
+            ]
         found = policy.not_older(found, entry.least_weights)
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
@@ -127,6 +137,10 @@ class Chooser:
         rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)
 
+    def _adapter_cost(self, adapter: str, instance: PooledInstance) -> float:
+        use = (instance.report or NO_REPORT).adapters
+        return adapter_cost(adapter, use, self._ledger.adapters_at(instance.name))
+
     def _preferred(self, entry: Entry, now: float) -> PooledInstance | None:
         """The instance that an endpoint picker chose, if it can take a new request now."""
         rank = entry.prompt.preferred
@@ -134,6 +148,8 @@ class Chooser:
             return None
         instance = next((each for each in self._pool if each.rank == rank), None)
         if instance is None:
+            return None
+        if not has_adapter(instance, entry.prompt.adapter):
             return None
         able = [each for each in policy.eligible([instance.candidate(now)]) if each.admitted]
         return instance if policy.with_room(policy.that_hold(able, entry.most)) else None
@@ -245,6 +261,11 @@ class Chooser:
     def _cached(self, instance: PooledInstance, lengths: dict[str, int]) -> int:
         length = lengths.get(instance.name, 0)
         return length * instance.capacity.block_size if instance.capacity is not None else 0
+
+
+def has_adapter(instance: PooledInstance, adapter: str) -> bool:
+    """Whether an instance has a request's adapter; one that joined later may lack a retired one."""
+    return instance.capacity is None or adapter not in instance.capacity.lacks_adapters
 
 
 def _may_inherit(entry: Entry, instance: PooledInstance) -> bool:

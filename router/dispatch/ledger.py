@@ -8,7 +8,8 @@ is late and is dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -284,6 +285,8 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, dict[int, Entry]] = {}
         self._size = 0
+        self._adapters: dict[str, Counter[str]] = {}
+        """Requests with an adapter by instance, and by its digest."""
 
     def __len__(self) -> int:
         return self._size
@@ -299,6 +302,8 @@ class Ledger:
         entry.computed_at = (*entry.computed_at, instance) if entry.emitted else (instance,)
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
+        if entry.prompt.adapter:
+            self._adapters.setdefault(instance, Counter())[entry.prompt.adapter] += 1
 
     def at(self, instance: str) -> Mapping[int, Entry]:
         """Requests whose current try is at an instance, by number."""
@@ -323,6 +328,10 @@ class Ledger:
         there = self._entries.get(instance)
         return there.get(number) if there else None
 
+    def adapters_at(self, instance: str) -> Collection[str]:
+        """Digests of adapters of the requests whose current try is at an instance."""
+        return self._adapters.get(instance, ())
+
     def of_instance(self, instance: str) -> list[Entry]:
         """Requests whose current try is at an instance, in the order of dispatch."""
         return list(self._entries.get(instance, {}).values())
@@ -336,4 +345,11 @@ class Ledger:
             self._size -= 1
             if not there:
                 del self._entries[address[0]]
+            if adapter := entry.prompt.adapter:
+                counts = self._adapters[address[0]]
+                counts[adapter] -= 1
+                if not counts[adapter]:
+                    del counts[adapter]
+                if not counts:
+                    del self._adapters[address[0]]
         return address

@@ -99,6 +99,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt that it does not have, and another instance could lend it."""
     fetch_price: float = 1.0
     """Cost of fetching a token, in tokens to compute."""
+    adapter_cost: float = 0.0
+    """Cost of the request's adapter there, in tokens to compute."""
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +205,7 @@ def cost(candidate: Candidate, tokens: int, elsewhere: int = 0) -> float:
     cached on another instance, and need not be computed at all. Some of them may be fetched instead.
     """
     uncached = tokens - candidate.cached_tokens
-    found = candidate.waiting_tokens + uncached + DECODE_COST * candidate.requests
+    found = candidate.waiting_tokens + uncached + DECODE_COST * candidate.requests + candidate.adapter_cost
     fetched = spared_by_fetching(candidate)
     found -= fetched
     found += (COPY_COST + delayed(candidate)) * max(0.0, elsewhere - fetched)
