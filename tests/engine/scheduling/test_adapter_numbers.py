@@ -73,3 +73,13 @@ def test_who_waits_for_an_adapters_number_is_not_overtaken() -> None:
     order = [each[0] for step in admitted for each in step]
     assert order == [0, 3, 1, 2, 4]
     assert all(number <= 1 for step in admitted for _, _, number in step)
+
+
+def test_a_long_queue_of_one_adapter_holds_up_no_other() -> None:
+    rules = SchedulerRules(max_num_seqs=2, max_num_batched_tokens=64, block_size=16, max_loras=2)
+    scheduler = Scheduler(rules, PiecePool(32))
+    for number, adapter in enumerate([*["a"] * 20, "b", ""]):
+        scheduler.add(request(number, adapter))
+    order = [number for step in run(scheduler) for number, _, _ in step]
+    assert order[:4] == [0, 20, 21, 1]
+    assert order[4:] == list(range(2, 20))
