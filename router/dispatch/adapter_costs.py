@@ -9,7 +9,7 @@ from engine.messages import AdapterUse
 SWAP_COST = 128.0
 """Cost of laying out an adapter for the kernels between two steps, in prompt tokens."""
 TURN_COST = 2048.0
-"""Cost of each adapter that must have no more requests before this one runs, in prompt tokens."""
+"""Cost of each adapter whose requests must end before this one runs, in prompt tokens."""
 
 
 def adapter_cost(adapter: str, use: AdapterUse | None, sent: Collection[str]) -> float:

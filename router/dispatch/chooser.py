@@ -264,7 +264,7 @@ class Chooser:
 
 
 def has_adapter(instance: PooledInstance, adapter: str) -> bool:
-    """Whether an instance has a request's adapter; one that joined later may lack a retired one."""
+    """Whether an instance has an adapter; one that joined later may lack a retired one."""
     return instance.capacity is None or adapter not in instance.capacity.lacks_adapters
 
 
