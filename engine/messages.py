@@ -65,6 +65,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """
     traceparent: str = ""
     """W3C Trace Context of the request, if anybody traces it."""
+    routed_experts: bool = False
+    """Whether deltas are to have the experts of its tokens (:class:`RoutedExperts`)."""
     background: bool = False
     """Nobody waits for it: it goes after all others, whatever the scheduling policy is."""
     blocks_at: str = ""
@@ -164,6 +166,39 @@ def logprobs_bytes(most: int) -> int:
     return 32 + 14 * most  # an id is up to 5 bytes, a float 9
 
 
+NO_EXPERT = 0xFFFF
+"""Stands in :attr:`RoutedExperts.ids` for a layer that is no mixture."""
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Experts that routers chose for consecutive tokens of a request."""
+
+    first: int
+    """Position of the first of these tokens."""
+    num_layers: int
+    """All layers of the model, also those that are no mixture."""
+    top_k: int
+    """Experts of a token."""
+    ids: bytes
+    """[tokens, layers, experts of a token], 16 bits each, the lowest byte first."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last of these tokens."""
+        return self.first + len(self.ids) // self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return 2 * self.num_layers * self.top_k
+
+    def between(self, first: int, end: int) -> RoutedExperts:
+        """Those from one position on, up to another."""
+        begin = max(first, self.first)
+        cut = self.ids[(begin - self.first) * self.token_bytes : max(0, end - self.first) * self.token_bytes]
+        return RoutedExperts(begin, self.num_layers, self.top_k, cut)
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Output that one step added to a request; a ``finish_reason`` marks the last."""
 
@@ -187,6 +222,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
     num_cached_output: int = 0
     """Tokens of ``Submit.output_ids`` found in the prefix cache (meaningful in the first delta)."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the tokens that were computed since the last delta, when asked for."""
 
     @property
     def is_single(self) -> bool:
@@ -197,6 +234,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             and self.times is None
             and self.logprobs is None
             and self.prompt_logprobs is None
+            and self.routed_experts is None
         )
 
 

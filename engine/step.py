@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.messages import TokenLogprobs
+from engine.messages import RoutedExperts, TokenLogprobs
 from engine.pieces.kinds import BoundaryKind
 from engine.sampling import SamplingParams
 
@@ -36,6 +36,8 @@ class Admit(msgspec.Struct, frozen=True):
     """Number of its low-rank adapter; 0 for none."""
     adapter_digest: str = ""
     """Digest of that: what else had the number is laid aside."""
+    keeps_experts: bool = False
+    """Whether results have the experts of its tokens."""
 
 
 class RowPieces(msgspec.Struct, frozen=True):
@@ -152,6 +154,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """Tokens that the drafting model proposes behind the newest one, by row."""
     proposal_seconds: float = 0.0
     """Part of the step's time that proposing took."""
+    routed_experts: dict[int, RoutedExperts] = {}
+    """Experts of a row's tokens, those of refused drafts among them, by row that keeps them."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):
@@ -172,5 +176,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     kv: KVSpec
+    has_all_layers: bool = True
+    """Whether one worker has all layers; without, they are in stages (``-pp``)."""
     boundaries: list[BoundaryKind] = []
     """Kinds of its requests' state beside keys and values, with the bytes of one worker."""

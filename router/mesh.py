@@ -18,6 +18,9 @@ from engine.messages import Delta, InstanceReport
 from engine.pieces.pool import rooted
 from engine.sampling import SamplingParams
 
+STARTING_WEIGHTS = "default"
+"""Name of the weights that the mesh was started with, as with SGLang."""
+
 
 class MeshError(Exception):
     """A request that the mesh cannot take, in the client's terms.
@@ -97,6 +100,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """W3C Trace Context to pass to the instance; empty for none."""
     repeatable: bool = False
     """Whether the same request should get the same answer: it is greedy, seeded or recorded."""
+    routed_experts: bool = False
+    """Whether the experts of its tokens are wanted."""
     background: bool = False
     """Whether no client waits for it.
 
@@ -136,7 +141,7 @@ class WeightSpan(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """``weight_version`` in answers: the label, or the number where there is none."""
-        return self.label or str(self.number)
+        return self.label or (str(self.number) if self.number else STARTING_WEIGHTS)
 
 
 class ShadowResult(enum.StrEnum):

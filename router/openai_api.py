@@ -144,6 +144,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Int | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
+    return_routed_experts: bool | None = None
+    """Whether the answer is to have the experts of each token."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -268,7 +270,7 @@ class WeightRange(msgspec.Struct):
     """Its ``index``."""
     first_token: int
     weight_version: str
-    """Label of the version; its number where it has none."""
+    """Label of the version; its number where it has none; ``default`` at first."""
 
 
 class Usage(msgspec.Struct):
@@ -279,6 +281,10 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
     """Those of all choices; unset where there are none."""
+
+
+RoutedLists = list[list[list[int] | None]]
+"""Experts by token and layer; None in a layer that is no mixture."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -294,6 +300,8 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     weight_versions: list[WeightRange] | UnsetType = UNSET
     """With ``token_ids``: the ranges that begin among them."""
+    routed_experts: RoutedLists | UnsetType = UNSET
+    """By token of prompt and output but the last; in a stream, the new ones."""
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):

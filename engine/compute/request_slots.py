@@ -28,7 +28,7 @@ class RequestSlot:
     token_ids: Int64s
     """Tokens by position, with room for more."""
     is_plain: bool
-    """See :attr:`SamplingParams.is_plain`."""
+    """Whether nothing but its token is wanted of a step, see :attr:`SamplingParams.is_plain`."""
     draw: bytes
     """See :func:`engine.kernels.choosing.logits.draw_of`."""
     rules: TokenRules
@@ -37,7 +37,8 @@ class RequestSlot:
     def of(cls, admit: Admit) -> RequestSlot:
         room = np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64)
         rules = TokenRules(admit.params, admit.barred_ids)
-        slot = cls(admit, room, admit.params.is_plain, draw_of(admit.params, admit.seed), rules)
+        is_plain = admit.params.is_plain and not admit.keeps_experts
+        slot = cls(admit, room, is_plain, draw_of(admit.params, admit.seed), rules)
         slot.token_ids[: len(admit.token_ids)] = admit.token_ids
         return slot
 

@@ -21,7 +21,7 @@ from engine.attention.transfer import begin_fetch, upload
 from engine.compute.followed_tokens import ChosenTokens, FollowedTokens
 from engine.compute.request_slots import BlockTables, RequestSlot, WantedLogits
 from engine.compute.sampler import Sampler, VocabularyShard
-from engine.compute.step_results import result_of, result_with_logprobs
+from engine.compute.step_results import result_of, result_with_logprobs, with_experts
 from engine.compute.trace import MOST_SPANS
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.model.weights import LoadedModel
@@ -129,7 +129,8 @@ class ModelRunner:
                     self._continuation.begin(step)
             else:
                 with self._states_of(step):
-                    output = self._forward(packed, input_ids, wanted.tokens, hidden, followed)
+                    keeps = any(each.admit.keeps_experts for each in held)
+                    output = self._forward(packed, input_ids, wanted.tokens, hidden, followed, keeps=keeps)
                 pending = _done(StepResult([]))
                 if self._shard.is_last:
                     pending = self._sample(step, held, wanted, output)
@@ -281,10 +282,15 @@ class ModelRunner:
         wanted: Int64s,
         hidden: torch.Tensor | None,
         followed: FollowedTokens | None = None,
+        *,
+        keeps: bool = False,
     ) -> torch.Tensor:
-        """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden]."""
+        """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden].
+
+        ``keeps``: the program keeps the experts of all tokens.
+        """
         if self._program is not None:
-            return self._program.forward(packed, input_ids, wanted, hidden)
+            return self._program.forward(packed, input_ids, wanted, hidden, keeps_choices=keeps)
         assert self._cache is not None
         device = self._model.device
         if self._graphs is not None:
@@ -349,13 +355,17 @@ class ModelRunner:
             shape = tuple(table.shape)
             all_here = begin_fetch(torch.cat([chosen.double(), table.flatten()]))
 
+        kept = None if self._program is None else self._program.kept_choices
+
         def finish() -> StepResult:
             fetched = all_here()
             if self._chosen is newest:
                 self._chosen = None
             if shape is None:
-                return result_of(step, held, wanted, fetched.tolist(), {}, {})
-            return result_with_logprobs(step, held, wanted, fetched, shape, with_logprobs)
+                result = result_of(step, held, wanted, fetched.tolist(), {}, {})
+            else:
+                result = result_with_logprobs(step, held, wanted, fetched, shape, with_logprobs)
+            return result if kept is None else with_experts(result, step, held, kept)
 
         return finish
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.compute.request_slots import RequestSlot, WantedLogits
 from engine.compute.sampler import read_logprobs
-from engine.messages import TokenLogprobs
+from engine.kernels.experts.kept_choices import KeptChoices
+from engine.messages import RoutedExperts, TokenLogprobs
 from engine.step import ExtraTokens, Step, StepResult
 
 
@@ -37,6 +39,23 @@ def result_with_logprobs(
         prompt_logprobs[index] = [read_logprobs(line, num_top) for line in lines[begin : begin + count]]
         begin += count
     return result_of(step, held, wanted, tokens, logprobs, prompt_logprobs)
+
+
+def with_experts(
+    result: StepResult, step: Step, held: Sequence[RequestSlot], kept: KeptChoices
+) -> StepResult:
+    """The same result with the experts of those rows that keep them."""
+    by_token = kept.by_token
+    _, num_layers, top_k = by_token.shape
+    ends = np.cumsum(step.counts)
+    found = {
+        index: RoutedExperts(start, num_layers, top_k, by_token[end - count : end].tobytes())
+        for index, (each, start, count, end) in enumerate(
+            zip(held, step.starts, step.counts, ends, strict=True)
+        )
+        if each.admit.keeps_experts
+    }
+    return msgspec.structs.replace(result, routed_experts=found)
 
 
 def result_of(

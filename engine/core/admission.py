@@ -42,8 +42,14 @@ class Admission:
         scheduler: Scheduler,
         sharing: CacheSharing,
         adapters: Mapping[str, str] = NO_ADAPTERS,
+        *,
+        keeps_experts: bool = False,
     ) -> None:
-        """``adapters``: names of those in memory, by digest."""
+        """``adapters``: names of those in memory, by digest.
+
+        ``keeps_experts``: whether the experts of a request's tokens can be returned.
+        """
+        self._keeps_experts = keeps_experts
         self.adapters = dict(adapters)
         """Names of the low-rank adapters in memory, by digest; always this dictionary."""
         self._limits = limits
@@ -195,6 +201,11 @@ class Admission:
         most = submit.params.prompt_logprobs
         if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES - BESIDE_LOGPROBS:
             return f"{most} prompt_logprobs for each of {num_prompt} tokens are too much: ask for fewer"
+        if submit.routed_experts and not self._keeps_experts:
+            return (
+                "return_routed_experts needs a mixture of experts on native kernels without -pp, and this "
+                "model is not computed so"
+            )
         try:
             submit.params.check(vocab_size=vocab_size, max_logprobs=vocab_size)
         except BadParameter as error:

@@ -63,8 +63,9 @@ class EngineCore:
         self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, depth)
         adapters = {source.digest: source.name for source in config.lora.sources}
         self._admission = Admission(
-            config.scheduler, info, max_model_len, self.scheduler, self.sharing, adapters
-        )
+            config.scheduler, info, max_model_len, self.scheduler, self.sharing, adapters,
+            keeps_experts=place.keeps_experts,
+        )  # fmt: skip
         self._steps = StepPipeline(executor, self.scheduler, self.sharing)
         self.reports = Reporting(
             config, place.at_once, self.scheduler, self.pool, self._admission, self.sharing, self._steps

@@ -14,6 +14,8 @@ class ModelPlace(msgspec.Struct, frozen=True):
     """Whether the model is on a GPU."""
     is_native: bool = False
     """Whether native kernels compute it: for them memory is left for larger prefill chunks."""
+    keeps_experts: bool = False
+    """Whether the experts of a request's tokens can be returned."""
     at_once: float | None = None
     """Instances of this host that compute at the same time; None: unknown."""
     boundaries: list[BoundarySlots] = []

@@ -108,8 +108,7 @@ class LoadedShard:
             before_first_run=self._when_read,
         )
         self._model = model
-        wanted_backend = self._config.device.attention_backend
-        self._backend = choose_backend(wanted_backend, model, self._config.cache)
+        self._backend = choose_backend(self._config.device.attention_backend, model, self._config.cache)
         if share is not None:
             self._held = HeldExperts(
                 model.module,
@@ -137,6 +136,7 @@ class LoadedShard:
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
+            has_all_layers=self._shard.is_first and self._shard.is_last,
             boundaries=[] if self._kept.states is None else [self._kept.states],
         )
 

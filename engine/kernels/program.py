@@ -28,6 +28,7 @@ from engine.kernels.decoder import DecoderModel
 from engine.kernels.embedding.per_layer import INPUTS
 from engine.kernels.exchange.rank_sums import RankSums
 from engine.kernels.exchange.sums import Sums
+from engine.kernels.experts.kept_choices import KeptChoices
 from engine.kernels.experts.packed_mixture import ExchangedLayer
 from engine.kernels.experts.step_exchange import StepExchange
 from engine.kernels.laid_out import LaidOut
@@ -86,8 +87,10 @@ class Program:
         self._buffers: Buffers | None = None
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
-        self._lists: dict[tuple[bool, bool, bool], StepList] = {}
-        """Lists by whether exchanges of experts, sums over ranks, and adapters are in them."""
+        self._lists: dict[tuple[bool, bool, bool, bool], StepList] = {}
+        """Lists by whether they have exchanges of experts, sums over ranks, adapters, and all rows."""
+        self.kept_choices: KeptChoices | None = None
+        """Experts of the tokens of the last step, if it kept them."""
         self.seconds = np.zeros(len(OperationKind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
@@ -200,13 +203,20 @@ class Program:
         wanted: Int64s,
         hidden: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
+        *,
+        keeps_choices: bool = False,
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank] in float32, valid until the next call.
 
         Before the last stage it is hidden [1, tokens, hidden], as ``hidden`` is of the stage before.
         ``inputs`` [tokens, numbers of all layers]: what layers have beside it, where there is no embedding.
+        ``keeps_choices``: whether :attr:`kept_choices` is to have the experts of all tokens.
         """
-        self._compute(packed, input_ids, wanted, hidden, inputs=inputs)
+        tokens, layers = len(input_ids), self.laid_out.packed.layers
+        kept = KeptChoices([each.mlp for each in layers], tokens) if keeps_choices else None
+        with kept or nullcontext():
+            self._compute(packed, input_ids, wanted, hidden, inputs=inputs, computes_all=keeps_choices)
+        self.kept_choices = kept
         assert self._buffers is not None
         if self._decoder.output is None:
             return self._buffers.stream[None, : len(input_ids), : self._decoder.hidden]
@@ -263,6 +273,8 @@ class Program:
         hidden: torch.Tensor | None = None,
         draws: Draws | None = None,
         inputs: torch.Tensor | None = None,
+        *,
+        computes_all: bool = False,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
         self.continuation = None
@@ -279,17 +291,19 @@ class Program:
             assert self._buffers is not None
             self._buffers[INPUTS][:tokens, : inputs.shape[1]] = inputs
         arguments = self._arguments(plan, packed, input_ids, wanted, draws)
-        self._run(arguments, tokens)
+        self._run(arguments, tokens, computes_all=computes_all)
         return arguments, plan
 
-    def _run(self, step: StepArguments, tokens: int) -> None:
+    def _run(self, step: StepArguments, tokens: int, *, computes_all: bool = False) -> None:
         self.sums.agree()
         native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
         adapts = bool(step.array["num_runs"])
-        how = native, sums is self.sums.common, adapts
+        how = native, sums is self.sums.common, adapts, computes_all
         written = self._lists.get(how)
         if written is None:
-            written = self._lists[how] = self._write(sums, exchanges=native, adapts=adapts)
+            written = self._lists[how] = self._write(
+                sums, exchanges=native, adapts=adapts, computes_all=computes_all
+            )
         if native:
             assert self.exchange.current is not None
             self.exchange.current.begin(self.exchange.sizes)
@@ -316,12 +330,14 @@ class Program:
                 self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND]
             )
 
-    def _write(self, sums: Sums | None, *, exchanges: bool, adapts: bool) -> StepList:
+    def _write(self, sums: Sums | None, *, exchanges: bool, adapts: bool, computes_all: bool) -> StepList:
         """Write the list of a step; ``exchanges``: with that of experts, ``adapts``: with adapters."""
         assert self._cache is not None
         assert self._buffers is not None
         decoder, tables = self._decoder, self.laid_out.positions.tables
-        facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables, adapts)
+        facts = WriterFacts(
+            decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables, adapts, computes_all
+        )
         exchange = self.exchange.current if exchanges else None
         packed, buffers = self.laid_out.packed, self._buffers
         writer = Writer(packed.most_operations, facts, self._cache, buffers, exchange, sums, self.states)

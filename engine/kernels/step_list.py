@@ -72,6 +72,7 @@ class PackedDecoder:
         for number, packed in enumerate(self.layers):
             is_cut = packed.mlp is not None and packed.mlp.exchanges and not exchanges
             selects = packed is self.layers[-1] and not is_cut and self.output is not None
+            selects = selects and not writer.facts.computes_all
             self._write_layer(writer, number, selects=selects)
         if writer.num_sums == 1:
             writer.meet(0, 0)  # or what was given for this step's sum could be gone before all have read it

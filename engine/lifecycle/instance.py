@@ -259,6 +259,7 @@ class InstanceProcess:
                 drafts.num_speculative_tokens,
                 f"proposed by {drafts.model}" if drafts.by_model else "looked up in its own text",
             )
+        is_native = all(each.kernels != TORCH for each in executor.arithmetic())
         wanted = self._config.scheduler.async_scheduling
         log_scheduling_ahead(wanted, facts.device, runs_ahead=executor.runs_ahead)
         core = EngineCore(
@@ -269,7 +270,8 @@ class InstanceProcess:
             max_model_len=size.max_model_len,
             place=ModelPlace(
                 has_gpu=facts.device != "cpu",
-                is_native=all(each.kernels != TORCH for each in executor.arithmetic()),
+                is_native=is_native,
+                keeps_experts=is_native and info.num_experts > 0 and facts.has_all_layers,
                 at_once=instances_at_once(self._config),
                 boundaries=[BoundarySlots(kind, size.num_boundaries) for kind in facts.boundaries],
             ),

@@ -26,6 +26,7 @@ def outgoing_tokens_of(
             or request.arrived_at
             or outcome.logprobs
             or request.prompt_logprobs is not None
+            or request.routed
         )
         if len(token_ids) == 1 and not has_more:
             outgoing[peer].add_token(number, token_ids[0])
@@ -50,6 +51,7 @@ def _delta(outcome: RowOutput) -> Delta:
         times=_times(request) if request.arrived_at else None,
         error=request.error,
         num_cached_output=request.num_cached_output,
+        routed_experts=request.take_experts(),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.messages import FinishReason, TokenLogprobs
+from engine.messages import FinishReason, RoutedExperts, TokenLogprobs
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, Status
@@ -46,6 +46,8 @@ class OutputProcessor:
         outcomes: list[RowOutput] = []
         if result.prompt_logprobs:
             self._note_prompt_logprobs(oldest, result.prompt_logprobs)
+        if result.routed_experts:
+            self._note_experts(oldest, result.routed_experts)
         logprobs, drafts = result.logprobs, step.drafts
         for index, (slot, request, token_id) in enumerate(
             zip(step.slots, oldest.requests, result.tokens, strict=True)
@@ -69,6 +71,12 @@ class OutputProcessor:
             request = under_way.requests[index]
             if request.slot == under_way.step.slots[index] and request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(found)
+
+    def _note_experts(self, under_way: UnderWay, by_row: dict[int, RoutedExperts]) -> None:
+        for index, found in by_row.items():
+            request = under_way.requests[index]
+            if request.slot == under_way.step.slots[index] and request.routed_until is not None:
+                request.note_experts(found)
 
     def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> RowOutput:
         grammar = request.grammar

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.messages import FinishReason, Submit, TokenLogprobs
+from engine.messages import FinishReason, RoutedExperts, Submit, TokenLogprobs
 from engine.pieces.pool import BlockHash, hash_block, rooted
 from engine.sampling import SamplingParams
 
@@ -132,6 +132,10 @@ class Request:
     admitted_at: float = 0.0
     """When it was first put into a step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    routed_until: int | None = None
+    """Position up to which the experts of its tokens are known; None: nobody wants them."""
+    routed: list[RoutedExperts] = field(default_factory=list)
+    """Experts of its tokens that were not sent yet."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     grammar: Grammar | None = None
@@ -165,6 +169,28 @@ class Request:
         """Whether the next tokens to compute are of a prompt whose log-probabilities are wanted."""
         return self.prompt_logprobs is not None and self.num_computed < self.num_prompt
 
+    def note_experts(self, found: RoutedExperts) -> None:
+        """Take in the experts of tokens that a step computed."""
+        assert self.routed_until is not None
+        new = found.between(self.routed_until, found.end)
+        if new.ids:
+            self.routed.append(new)
+            self.routed_until = new.end
+
+    def take_experts(self) -> RoutedExperts | None:
+        """Experts of the tokens before its newest one that were not sent yet.
+
+        Those of refused drafts are dropped.
+        """
+        if self.routed_until is None or not self.routed:
+            return None
+        first, end = self.routed[0], len(self.token_ids) - 1
+        whole = RoutedExperts(
+            first.first, first.num_layers, first.top_k, b"".join(each.ids for each in self.routed)
+        )
+        self.routed, self.routed_until = [], min(self.routed_until, end)
+        return whole.between(whole.first, end)
+
     @property
     def order(self) -> tuple[int, bool, int, int]:
         """Sort key: lower goes first.
@@ -196,11 +222,14 @@ class Request:
     def prefix_hashes(self, block_size: int) -> list[BlockHash]:
         """Hashes of the blocks that a request may find in the cache.
 
-        At least one token is left to compute, and prompts whose log-probabilities are wanted are computed
-        whole.
+        At least one token is left to compute, and prompts whose log-probabilities or experts are wanted are
+        computed whole.
         """
         if self.prompt_logprobs is not None:
             return []
+        if self.routed_until is not None:
+            most = min(len(self.token_ids) - 1, self.routed_until)
+            return self.hashes_up_to(most // block_size, block_size)
         return self.hashes_up_to((len(self.token_ids) - 1) // block_size, block_size)
 
     def name_of_part(self, block_size: int) -> BlockHash | None:
@@ -243,4 +272,10 @@ def from_submit(
         copy=submit.copy,
         blocks_at=submit.blocks_at,
         prompt_logprobs=[None] if params.prompt_logprobs is not None and not submit.output_ids else None,
+        routed_until=_known_experts(submit) if submit.routed_experts else None,
     )
+
+
+def _known_experts(submit: Submit) -> int:
+    """Tokens whose experts the router has: with each token come those of all before it."""
+    return len(submit.prompt_ids) + len(submit.output_ids) - 1 if submit.output_ids else 0

@@ -153,6 +153,7 @@ def admit_of(request: Request, slot: int) -> Admit:
         barred_ids=tuple(sorted(request.barred_ids)),
         adapter=request.adapter_number,
         adapter_digest=request.adapter,
+        keeps_experts=request.routed_until is not None,
     )
 
 

@@ -17,6 +17,7 @@ from router.api.answers import (
     weight_versions_of,
 )
 from router.api.logprobs import LogprobShapes, offsets_of
+from router.api.routed_experts import readers_of
 from router.api.understanding import Understood
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from router.text.output_stream import OutputStream, TextPiece, join
@@ -34,6 +35,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._num_logprobs = request.logprobs
         self._num_prompt_logprobs = request.prompt_logprobs
         self._returns_ids = request.return_token_ids is True
+        self._experts = readers_of(self.samples) if request.return_routed_experts is True else None
         self._shapes = LogprobShapes(
             self._tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
         )
@@ -55,13 +57,14 @@ class CompletionAnswer(ChunkedAnswer):
         return encode(answer)
 
     def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
-        is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
+        is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs or self._experts)
         if is_plain and not (first and self._echo):
             return self.framed(sample, piece.text) if piece.text else b""
         return self._chunk(sample, self._choice(sample, piece, first=first))
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
-        return None if self._returns_ids or self._num_logprobs is not None else super().frame(sample)
+        is_more = self._returns_ids or self._num_logprobs is not None or self._experts is not None
+        return None if is_more else super().frame(sample)
 
     def text_chunk(self, sample: OutputStream, text: str) -> bytes:
         return self._chunk(sample, self._choice(sample, TextPiece(text), first=False))
@@ -92,6 +95,7 @@ class CompletionAnswer(ChunkedAnswer):
             prompt_token_ids=sample.prompt.prompt_ids if first and self._returns_ids else None,
             token_ids=piece.token_ids if self._returns_ids else None,
             weight_versions=ranges_within(sample, len(piece.token_ids)) if self._returns_ids else UNSET,
+            routed_experts=UNSET if self._experts is None else self._experts[sample.index].new_lists(),
         )
 
     def _logprobs(self, sample: OutputStream, piece: TextPiece, *, echoes: bool) -> CompletionLogprobs:

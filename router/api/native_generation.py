@@ -1,7 +1,8 @@
-"""SGLang's own endpoint ``/generate``: text or token ids in, both out, with the fields of SGLang 0.5.
+"""SGLang's own endpoint ``/generate``, with the fields of SGLang 0.5.
 
-Training loops call it for rollouts. A request is a completion; its answer has no choices, but one object for
-each sample. A stream repeats all of its sample in each event, as SGLang does.
+Text or token ids go in, both come out. Training loops call it for rollouts. A request is a completion; its
+answer has no choices, but one object for each sample. A stream repeats all of its sample in each event, as
+SGLang does.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from msgspec import UNSET, UnsetType
 
 from engine.messages import FinishReason, TokenLogprobs
 from router.api.answers import DONE, Answer, AnswerFacts, encode, event, weight_version_of
+from router.api.routed_experts import readers_of
 from router.api.token_generation import LEAST_LOGPROB
 from router.api.understanding import Understood
 from router.errors import ApiError, error_body, refuse
+from router.mesh import STARTING_WEIGHTS
 from router.openai_api import CompletionRequest, Int
 from router.text.output_stream import OutputStream, TextPiece, join
 from router.text.tokens import Tokenizer
@@ -45,8 +48,6 @@ WITHOUT = ("input_embeds", "image_data", "audio_data", "video_data", "token_ids_
            "custom_logit_processor", "return_hidden_states", "bootstrap_room", "lora_path")  # fmt: skip
 """Fields of the body that are refused where they ask for anything."""
 DEFAULT_MAX_TOKENS = 128
-STARTING_WEIGHTS = "default"
-"""``weight_version`` of the weights at the mesh's start, as SGLang names them."""
 
 
 class NativeRequest(msgspec.Struct, kw_only=True):
@@ -61,6 +62,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     """First prompt token whose log-probability is wanted; -1 for none."""
     top_logprobs_num: Int | list[Int] | None = None
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     extra_key: str | None = None
     """Salt of the prefix cache."""
@@ -104,6 +106,8 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     output_token_logprobs_length: int | UnsetType = UNSET
     input_top_logprobs: list[list[Chance] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[Chance]] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+    """At the end only, in the form of :meth:`.RoutedReader.encoded`."""
 
 
 class NativeOutput(msgspec.Struct, kw_only=True):
@@ -143,6 +147,7 @@ def as_completion(asked: NativeRequest, max_model_len: int) -> CompletionRequest
         "request_id": asked.rid,
         "cache_salt": asked.extra_key,
         "priority": asked.priority,
+        "return_routed_experts": asked.return_routed_experts,
     }
     try:
         return msgspec.convert({**fields, **common}, CompletionRequest)
@@ -196,6 +201,7 @@ class NativeAnswer(Answer):
         self._most = wanted.logprobs if isinstance(wanted, CompletionRequest) else None
         self._first_scored = first_scored(asked)
         self._with_text = asked.return_text_in_logprobs is True
+        self._experts = readers_of(self.samples) if asked.return_routed_experts is True else None
         self._is_list = asked.is_batch or len(self.samples) > 1
         self._so_far = [TextPiece() for _ in self.samples]
 
@@ -226,7 +232,7 @@ class NativeAnswer(Answer):
             id=sample.prompt.request_id,
             finish_reason=self._finish_reason(piece),
             prompt_tokens=len(prompt_ids),
-            weight_version=STARTING_WEIGHTS if version in (UNSET, "0") else str(version),
+            weight_version=STARTING_WEIGHTS if version is UNSET else version,
             completion_tokens=len(piece.token_ids),
             cached_tokens=sample.num_cached_tokens,
             e2e_latency=time.perf_counter() - self._began,
@@ -241,6 +247,8 @@ class NativeAnswer(Answer):
             if self._most:
                 meta.input_top_logprobs = [self._top(each) for each in entries[: len(ids)]]
                 meta.output_top_logprobs = [self._top(each) or [] for each in piece.logprobs]
+        if self._experts is not None and piece.finish_reason is not None:
+            meta.routed_experts = self._experts[sample.index].encoded()
         return NativeOutput(text=piece.text, output_ids=piece.token_ids, meta_info=meta)
 
     def _finish_reason(self, piece: TextPiece) -> dict[str, Any] | None:

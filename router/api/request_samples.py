@@ -58,6 +58,8 @@ def make_samples(
         raise no_such_model(name) from error
     if adapter and terms.records:
         refuse("Capsules of answers by an adapter are not made: ask without one.", "X-Lockstep-Capsule")
+    asked = understood.wanted
+    wants_experts = isinstance(asked, CompletionRequest) and asked.return_routed_experts is True
     stops = StopStrings(params.stop) if params.stop else None
     repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
@@ -75,6 +77,7 @@ def make_samples(
             priority=understood.wanted.priority or 0,
             cache_salt=understood.wanted.cache_salt or "",
             adapter=adapter,
+            routed_experts=wants_experts,
             session=terms.session,
             traceparent=terms.traceparent,
             repeatable=repeatable or params.seed is not None,

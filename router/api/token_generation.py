@@ -13,9 +13,10 @@ from msgspec import UNSET, Meta, UnsetType
 
 from engine.messages import TokenLogprobs
 from router.api.answers import AnswerFacts, ChunkedAnswer, encode, event, ranges_within, weight_version_of
+from router.api.routed_experts import readers_of
 from router.api.understanding import Understood
 from router.errors import refuse
-from router.openai_api import CompletionRequest, Int, StreamOptions, Usage, WeightRange
+from router.openai_api import CompletionRequest, Int, RoutedLists, StreamOptions, Usage, WeightRange
 from router.text.output_stream import OutputStream, TextPiece, join
 
 LEAST_LOGPROB = -9999.0
@@ -49,6 +50,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """``tokens``; ``text`` adds the text."""
     return_token_ids: bool | None = None
     """Whether the answer has the prompt's."""
+    return_routed_experts: bool | None = None
+    """Whether choices have the experts of each token."""
     cache_salt: str | None = None
     priority: Int | None = None
     token_offsets: Any = None
@@ -92,6 +95,8 @@ class GenerateChoice(msgspec.Struct):
     text: str | UnsetType = UNSET
     weight_versions: list[WeightRange] | UnsetType = UNSET
     """Weight versions that made these tokens, where they begin among them."""
+    routed_experts: RoutedLists | UnsetType = UNSET
+    """By token of prompt and output but the last; in a stream, the new ones."""
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -138,6 +143,7 @@ def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionReque
         "cache_salt": asked.cache_salt,
         "priority": asked.priority,
         "add_special_tokens": False,
+        "return_routed_experts": asked.return_routed_experts,
     }
     try:
         wanted = msgspec.convert({**given, **common}, CompletionRequest)
@@ -154,6 +160,7 @@ class TokensAnswer(ChunkedAnswer):
         super().__init__(asked.stream_options, facts)
         self._mode = asked.output_mode or "tokens"
         self._returns_prompt = asked.return_token_ids is True
+        self._experts = readers_of(self.samples) if asked.return_routed_experts is True else None
         wanted = understood.wanted
         self._num_logprobs, self._num_prompt_logprobs = wanted.logprobs, wanted.prompt_logprobs
 
@@ -209,6 +216,7 @@ class TokensAnswer(ChunkedAnswer):
             logprobs=logprobs,
             text=piece.text if self._mode == "text" else UNSET,
             weight_versions=ranges_within(sample, len(piece.token_ids)),
+            routed_experts=UNSET if self._experts is None else self._experts[sample.index].new_lists(),
         )
 
 

@@ -46,7 +46,6 @@ UNSUPPORTED = {
     "lora_path": "",
     "session_params": "send the whole conversation",
     "return_hidden_states": "",
-    "return_routed_experts": "",
     "audio": "answers are text",
 }
 """Fields refused when their value would matter, with what to use instead."""
@@ -96,6 +95,11 @@ def _check_chat(request: ChatRequest) -> None:
         refuse("modalities other than text are not supported.", "modalities")
     if request.web_search_options not in (None, False):  # an empty object switches the search on
         refuse("web_search_options is not supported: offer a tool that searches.", "web_search_options")
+    if request.return_routed_experts:
+        refuse(
+            "return_routed_experts is not supported in chats: send token ids to /v1/completions.",
+            "return_routed_experts",
+        )
     check_messages(request.messages)
     check_template_fields(request)
     _check_tools(request)

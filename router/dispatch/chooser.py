@@ -243,7 +243,8 @@ class Chooser:
     def _blocks_of(self, entry: Entry) -> Sequence[int]:
         """Hashes of the prompt's blocks that a prefix cache may hold."""
         prompt = entry.prompt
-        if not self.wants_blocks or prompt.params.prompt_logprobs is not None:
+        is_computed_whole = prompt.params.prompt_logprobs is not None or prompt.routed_experts
+        if not self.wants_blocks or is_computed_whole:
             return ()
         if entry.blocks is None:
             ids, root, names = self._named

@@ -19,7 +19,7 @@ from router.mesh import NumericsSwitch, Prompt, TokenSink, WeightSpan
 
 logger = logging.getLogger(__name__)
 
-STARTING_WEIGHTS = WeightsInUse()
+LOADED_WEIGHTS = WeightsInUse()
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
 
@@ -109,7 +109,7 @@ class Entry:
     """Name of the numerics class in which its current try is computed."""
     numerics_changes: list[NumericsSwitch] = field(default_factory=list)
     """Changes of class after the first token; its stream's readers see new ones."""
-    weights: WeightsInUse = STARTING_WEIGHTS
+    weights: WeightsInUse = LOADED_WEIGHTS
     """Weights with which its current try is computed."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     """Weight versions that made its tokens; its stream's readers see new ones."""
@@ -169,6 +169,7 @@ class Entry:
             adapter=self.prompt.adapter,
             owed=self.owed,
             traceparent=self.prompt.traceparent,
+            routed_experts=self.prompt.routed_experts,
             background=self.prompt.background,
             blocks_at=self.blocks_at,
             copy=copy,

@@ -16,7 +16,7 @@ from coordinator.messages import Member, Role, State, View
 from coordinator.views import ViewNews
 from engine.messages import Capacity, Counters, InstanceReport, WeightsInUse
 from router.dispatch.circuit_breaker import CircuitBreaker
-from router.dispatch.ledger import STARTING_WEIGHTS
+from router.dispatch.ledger import LOADED_WEIGHTS
 from router.dispatch.policy import Candidate
 from router.dispatch.prefix_index import PrefixIndex
 
@@ -105,7 +105,7 @@ class PooledInstance:
     @property
     def weights(self) -> WeightsInUse:
         """Weights of the tokens that come from it now."""
-        return STARTING_WEIGHTS if self.capacity is None else self.capacity.in_use
+        return LOADED_WEIGHTS if self.capacity is None else self.capacity.in_use
 
     @property
     def fingerprint(self) -> str | None:

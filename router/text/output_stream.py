@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
-from engine.messages import Delta, FinishReason, TokenLogprobs
+from engine.messages import Delta, FinishReason, RoutedExperts, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
 from router.mesh import NumericsSwitch, Prompt, WeightSpan
@@ -74,6 +74,8 @@ class OutputStream:
         self.num_cached_tokens = 0
         """Prompt tokens that the instance of its first token had in its cache."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        self.routed: list[RoutedExperts] = []
+        """Experts of its tokens, in parts."""
         self.finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._drops_output = params.max_tokens == 0
@@ -89,7 +91,9 @@ class OutputStream:
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
         self._recorder = recorder
-        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search or recorder)
+        self.is_text_alone = not (
+            self._drops_output or self._wants_logprobs or self._search or recorder or prompt.routed_experts
+        )
         """Its tokens bring text and nothing else, and no text ends it."""
 
     def __repr__(self) -> str:
@@ -125,7 +129,8 @@ class OutputStream:
     @property
     def needs_mesh(self) -> bool:
         """Whether a token has to be computed, unlike for a prompt that is only echoed."""
-        return not self._drops_output or self.prompt.params.prompt_logprobs is not None
+        asks = self.prompt.params.prompt_logprobs is not None or self.prompt.routed_experts
+        return not self._drops_output or asks
 
     @property
     def num_values(self) -> int:
@@ -135,6 +140,7 @@ class OutputStream:
         """
         params = self.prompt.params
         of_prompt = len(self.prompt_logprobs) * (1 + (params.prompt_logprobs or 0))
+        of_prompt += sum(len(each.ids) // 2 for each in self.routed)
         return of_prompt + self.num_tokens * (1 + (params.logprobs or 0))
 
     @property
@@ -177,6 +183,8 @@ class OutputStream:
             raise from_failure(delta)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        if delta.routed_experts is not None:
+            self.routed.append(delta.routed_experts)
         if not self.num_tokens:  # where a request goes on, its prompt may have come along
             self.num_cached_tokens = delta.num_cached_tokens
         if self._drops_output:

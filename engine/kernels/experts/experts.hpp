@@ -31,6 +31,7 @@ struct Routing {
     double near;               // above 0: a weight is the share among the experts left that are this near, relative to their size
     const float* correction;   // [n], added to the scores to choose by; null: none
     const float* scales;       // [n], factors on the weights of each expert, which are exact then; null: none
+    uint16_t* copies;          // [rows, k], the ids once more, for requests that want them; null: none does
 };
 
 // The experts that one token's router may still choose from.
@@ -143,8 +144,7 @@ void route(const Operation& op, const Step& step, Work& work) {
     thread_local std::vector<float> scores;  // where experts are chosen by something else
     const bool has_scores = how.correction != nullptr && how.is_sigmoid == 0;
     auto rounded = [&](Floats value) { return how.is_exact ? value : T::rounded(value); };
-    work.for_each(rows_of(op, step), [&](int64_t token) {
-        auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra)) + token * op.k;
+    auto choose = [&](int64_t token, int64_t* ids) {
         float* weights = static_cast<float*>(op.out) + token * op.k;
         const float* logits = static_cast<const float*>(op.in) + token * op.n;
         choices.begin(op.n);
@@ -181,6 +181,11 @@ void route(const Operation& op, const Step& step, Work& work) {
         for_weights(weights, op.k, [&](Floats weight, Mask) { return rounded(weight / by * factor); });
         if (how.scales != nullptr)
             for (int64_t place = 0; place < op.k; ++place) weights[place] *= how.scales[ids[place]];
+    };
+    work.for_each(rows_of(op, step), [&](int64_t token) {
+        auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra)) + token * op.k;
+        choose(token, ids);
+        if (how.copies != nullptr) std::copy(ids, ids + op.k, how.copies + token * op.k);
     });
 }
 

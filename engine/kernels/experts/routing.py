@@ -20,7 +20,7 @@ from engine.kernels.norms.norm import Norm, norm_of
 ROUTING = np.dtype(
     [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
         "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
-        "near", "correction", "scales"
+        "near", "correction", "scales", "copies"
     )]
 )  # fmt: skip
 """See ``experts.hpp``."""

@@ -71,6 +71,8 @@ class WriterFacts(NamedTuple):
     """Rows of each :class:`~engine.kernels.lowering.parts.PositionTable`."""
     adapts: bool = False
     """Whether some rows of the step have adapters."""
+    computes_all: bool = False
+    """Whether the last layer, too, computes all rows: the choices of its experts are wanted."""
 
 
 def factor_field(factor: float) -> float:

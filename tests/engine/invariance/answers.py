@@ -11,7 +11,7 @@ from typing import Any
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore, ModelPlace
 from engine.executor.uni import UniExecutor
-from engine.messages import Counters, Delta, FinishReason, Submit, TokenLogprobs
+from engine.messages import Counters, Delta, FinishReason, RoutedExperts, Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
 from engine.pieces.kinds import BoundarySlots
 from engine.speculation.speculation import Speculation
@@ -43,6 +43,8 @@ class Answer:
     logprobs: list[Line] = field(default_factory=list)
     prompt_logprobs: list[Line | None] | None = None
     ended: tuple[FinishReason | None, int | None] = (None, None)
+    routed: list[RoutedExperts] = field(default_factory=list, compare=False)
+    """Experts of its tokens, in the parts that came."""
 
     def take(self, delta: Delta) -> None:
         """Add what a step gave."""
@@ -50,6 +52,8 @@ class Answer:
         self.logprobs += map(line, delta.logprobs or ())
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = [None if each is None else line(each) for each in delta.prompt_logprobs]
+        if delta.routed_experts is not None:
+            self.routed.append(delta.routed_experts)
         if delta.finish_reason is not None:
             assert not delta.error, delta.error
             self.ended = delta.finish_reason, delta.stop_reason
@@ -132,7 +136,7 @@ class Instance:
             self.executor,
             num_blocks=num_blocks,
             max_model_len=min(how.longest, self.info.context_length),
-            place=ModelPlace(boundaries=boundaries),
+            place=ModelPlace(boundaries=boundaries, keeps_experts=True),
             speculation=speculation,
         )
 

@@ -101,7 +101,7 @@ class Members:
                 executor,
                 num_blocks=num_blocks,
                 max_model_len=1024,
-                place=ModelPlace(boundaries=boundaries),
+                place=ModelPlace(boundaries=boundaries, keeps_experts=True),
             )
             core.stepping = steppings[-1]
             self.cores.append(core)

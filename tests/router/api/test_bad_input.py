@@ -203,7 +203,6 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"return_prompt_text": True}, "not supported: ask for return_token_ids", "return_prompt_text"),
     ({"moderation": {"model": "m"}}, "moderation is not supported: nothing here", "moderation"),
     ({"session_params": {"id": "a"}}, "not supported: send the whole conversation", "session_params"),
-    ({"return_routed_experts": True}, "return_routed_experts is not supported yet", "return_routed_experts"),
     ({"data_parallel_rank": -1}, "Expected `int` >= 0", "data_parallel_rank"),
     ({"data_parallel_rank": 1, "routed_dp_rank": 0}, "name several instances", "data_parallel_rank"),
     (
@@ -244,6 +243,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"return_routed_experts": True}, "is not supported in chats", "return_routed_experts"),
     ({"messages": None}, "Expected `array`, got `null`", "messages"),
     ({"messages": []}, "messages must not be empty", "messages"),
     ({"messages": "hi"}, "Expected `array`", "messages"),

@@ -65,7 +65,7 @@ def test_spans_name_the_weights_of_each_token() -> None:
     world.give(late, 5)
     assert list(stream.weight_spans) == [WeightSpan(0, 0), WeightSpan(2, 1, "step-1"), WeightSpan(3, 3)]
     assert list(late.weight_spans) == [WeightSpan(0, 3)], "it had no token of the older ones"
-    assert [span.name for span in stream.weight_spans] == ["0", "step-1", "3"]
+    assert [span.name for span in stream.weight_spans] == ["default", "step-1", "3"]
 
 
 def test_a_request_goes_on_where_the_weights_are_not_older() -> None:

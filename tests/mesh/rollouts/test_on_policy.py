@@ -1,4 +1,4 @@
-"""Rollouts over updates and deaths: each token scored by its weights has the same bits, a ratio of 1.0."""
+"""Rollouts over updates and deaths: tokens scored by their weights have a ratio of 1.0."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Trainer:
     def __init__(self, mesh: PausedMesh, directories: list[Path]) -> None:
         self._mesh = mesh
         self._directories = itertools.cycle(directories)
-        self.sources = {"0": MODELS_DIRECTORY / SHIPPED_MODEL}
+        self.sources = {"default": MODELS_DIRECTORY / SHIPPED_MODEL}
         """Directories by the names of weights."""
 
     def update(self, number: int, *, kills: bool) -> None:
@@ -156,7 +156,7 @@ def test_the_ratio_is_one_for_every_token(tmp_path: Path) -> None:
     assert len(rollouts) >= NUM_ROLLOUTS
     num_changed = sum(len(each.spans) > 1 for each in rollouts)
     assert num_changed >= FEWEST_OVER_A_CHANGE, f"{num_changed} of {len(rollouts)} in {took:.0f} s"
-    assert {name for each in rollouts for name, _ in each.parts()} >= {f"step-{NUM_UPDATES}", "0"}
+    assert {name for each in rollouts for name, _ in each.parts()} >= {f"step-{NUM_UPDATES}", "default"}
     num_checked = 0
     for directory in {*trainer.sources.values()}:
         own = {name for name, source in trainer.sources.items() if source == directory}
