@@ -25,11 +25,15 @@ from router.signing.keys import CapsuleKey, CapsuleSignature
 
 FORMAT = 3
 """Version of the capsule's format: raised where an older reader would misread it."""
-FORMAT_WITH_WEIGHTS = 4
-"""Format of capsules that name weight versions, which older readers do not know."""
+LATER_FORMAT = 4
+"""Format of capsules that name weight versions or an adapter, unknown to older readers."""
 FIELD = "lockstep_capsule"
 """Field of an answer that holds its capsule."""
 DIGEST_PREFIX = "sha256:"
+LORA = "-lora-"
+"""Mark between a numerics class and an adapter in ``system_fingerprint``."""
+ADAPTER_DIGITS = 16
+"""Digits of an adapter's digest in ``system_fingerprint``."""
 
 Seed = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}$")]
 """A seed in decimal digits: as numbers, many programs would round it to 53 bits."""
@@ -62,6 +66,26 @@ class CapsuleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Digest of the router's tokenizer: text and stop strings depend on it."""
     chat_template: str
     """Digest of the router's chat template; empty without one."""
+
+
+class CapsuleAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The low-rank adapter that an answer was computed with."""
+
+    digest: str
+    """Digest of its numbers and settings."""
+    ranks: int = 1
+    """Tensor-parallel ranks, whose sums decide the bits where an adapter adds to them."""
+
+
+def with_adapter(fingerprint: str, adapter: CapsuleAdapter) -> str:
+    """``system_fingerprint`` of an answer that was computed with an adapter, in this numerics class."""
+    ranks = f"-tp{adapter.ranks}" if adapter.ranks > 1 else ""
+    return f"{fingerprint}{LORA}{adapter.digest[:ADAPTER_DIGITS]}{ranks}"
+
+
+def class_name_of(fingerprint: str) -> str:
+    """Name of the numerics class in a ``system_fingerprint``."""
+    return fingerprint.partition(LORA)[0]
 
 
 class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +135,8 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompts: tuple[CapsulePrompt, ...]
     weights: tuple[CapsuleWeights, ...] = ()
     """Weight versions by choice; empty where all are those of the mesh's start."""
+    adapter: CapsuleAdapter | None = None
+    """Low-rank adapter of all choices; None: the model itself gave them."""
     request: str = ""
     """Digest of the request's body, as it came."""
     digest: str = ""
@@ -135,6 +161,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     params: SamplingParams
     seed: Seed
     sample_index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    adapter: CapsuleAdapter | None = None
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,11 +213,11 @@ def read(text: bytes) -> Capsule:
     """
     try:
         version = msgspec.json.decode(text, type=_Head).format
-        if version not in (FORMAT, FORMAT_WITH_WEIGHTS):
+        if version not in (FORMAT, LATER_FORMAT):
             named = "has no version" if version is None else f"has format {version}"
             raise CapsuleError(
                 f"the capsule {named}, and this version of Lockstep "
-                f"reads formats {FORMAT} and {FORMAT_WITH_WEIGHTS}: "
+                f"reads formats {FORMAT} and {LATER_FORMAT}: "
                 "use the version of Lockstep that made it",
                 CapsuleProblem.VERSION,
             )

@@ -57,6 +57,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Digest of the checkpoint's files and of samples of its weights."""
     adapters: tuple[AdapterSource, ...] = ()
     """Low-rank adapters, each of which requests may name in place of the model."""
+    ranks: int = 1
+    """Tensor-parallel ranks of each instance, which decide the bits of an adapter's answers."""
 
     def knows(self, name: str) -> bool:
         """Whether requests may use this name."""

@@ -121,7 +121,7 @@ def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -
 
 
 def _adapted(name: str, layer: Any) -> str:
-    """Name of the layer that PEFT has wrapped, or of its parameter; ``name``: of the wrapper."""
+    """Name of the layer, or parameter, in the wrapper of this name."""
     parameter = getattr(layer, "parameter_name", "weight")
     while name.endswith(WITHIN):
         name = name.removesuffix(WITHIN)

@@ -14,12 +14,14 @@ from engine.sampling import SamplingParams
 from router.capsule import (
     FIELD,
     FORMAT,
-    FORMAT_WITH_WEIGHTS,
+    LATER_FORMAT,
     Capsule,
+    CapsuleAdapter,
     CapsuleModel,
     CapsulePrompt,
     CapsuleSample,
     CapsuleWeights,
+    class_name_of,
     written,
 )
 from router.mesh import Prompt
@@ -44,18 +46,21 @@ def capsule_of(
     ``classes`` are those of the mesh; ``params`` those of the request, stop strings included; ``request`` is
     the digest of its body.
     """
-    used = {sample.fingerprint for sample in samples}
+    used = {class_name_of(sample.fingerprint) for sample in samples if sample.fingerprint}
+    digest = samples[0].prompt.adapter if samples else ""
+    adapter = CapsuleAdapter(digest, model.served.ranks) if digest else None
     weights = tuple(CapsuleWeights(sample.index, tuple(sample.weight_spans)) for sample in samples)
     if not any(span.number or span.label for each in weights for span in each.spans):
         weights = ()
     capsule = Capsule(
-        format=FORMAT_WITH_WEIGHTS if weights else FORMAT,
+        format=LATER_FORMAT if weights or adapter is not None else FORMAT,
         id=id,
         created=created,
         model=model_of(model),
         numerics=tuple(each for each in classes if each.fingerprint in used),
         prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
         weights=weights,
+        adapter=adapter,
         request=request,
     )
     return written(capsule, key)

@@ -66,6 +66,7 @@ class Replaying:
         ranks = ranks_of(wanted.numerics, self._mesh.numerics())
         ranks = [rank for rank in ranks if rank in self._mesh.reports()] or ranks  # others still load
         check_sample(wanted, model.served)
+        check_adapter(wanted, model.served)
         if wanted.params.grammar is not None:
             await self._grammars.check_unchanged(wanted.params.grammar, "params.grammar")
         rank = ranks[next(self._turn) % len(ranks)]
@@ -165,6 +166,29 @@ def check_sample(wanted: ReplayRequest, served: ServedModel) -> None:
     _check_sizes(params, served.vocab_size)
 
 
+def check_adapter(wanted: ReplayRequest, served: ServedModel) -> None:
+    """Refuse a sample of an adapter that is not served here, or was added up over other ranks.
+
+    Raises:
+        ApiError: see above (409).
+    """
+    if (adapter := wanted.adapter) is None:
+        return
+    problem = None
+    if not any(each.digest == adapter.digest for each in served.adapters):
+        problem = (
+            f"the capsule is of an adapter with the digest {adapter.digest[:64]}, which is not served here: "
+            "name its directory with --lora-modules."
+        )
+    elif adapter.ranks != served.ranks:
+        problem = (
+            f"the capsule is of an adapter with -tp {adapter.ranks}, and this is -tp {served.ranks}: an "
+            f"adapter's bits depend on it, so replay it on a mesh with -tp {adapter.ranks}."
+        )
+    if problem is not None:
+        raise ApiError(409, problem, param="adapter", headers=NOT_HERE)
+
+
 def _check_length(num_prompt: int, max_tokens: int | None, served: ServedModel) -> None:
     context = served.max_model_len
     if max_tokens is None:
@@ -212,6 +236,7 @@ def sample_of(
         sample_index=wanted.sample_index,
         rank=terms.rank,
         cache_salt=uuid.uuid4().hex,
+        adapter="" if wanted.adapter is None else wanted.adapter.digest,
         repeatable=True,
     )
     stops = StopStrings(params.stop) if params.stop else None

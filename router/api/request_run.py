@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from engine.messages import Delta, FinishReason
 from router.api.shortcut import ListOutlet, Outlet
 from router.api.tracing import UNTRACED, RequestTrace
+from router.capsule import CapsuleAdapter, with_adapter
 from router.errors import ApiError, too_late
 from router.http.quotas import Lease
 from router.mesh import Generation, Mesh, MeshError
@@ -20,8 +21,6 @@ from router.metrics.meter import Meter
 from router.metrics.metrics import Metrics
 from router.text.output_stream import OutputStream, TextPiece
 
-ADAPTER_DIGITS = 16
-"""Digits of an adapter's digest in ``system_fingerprint``."""
 Batch = list[tuple[OutputStream, TextPiece]]
 """Pieces that came together, each with its sample."""
 
@@ -143,7 +142,7 @@ class RequestRun:
         """The piece that a delta gives; a sample that has its last one is closed."""
         sample = self.samples[position]
         if not sample.num_tokens:
-            sample.fingerprint = with_adapter(generation.fingerprint, sample.prompt.adapter)
+            sample.fingerprint = self._fingerprint(generation, sample.prompt.adapter)
             sample.known_changes = generation.numerics_changes
             sample.known_weights = generation.weight_spans
         if delta.token_ids:  # else it is an error
@@ -152,6 +151,13 @@ class RequestRun:
         if piece.finish_reason is not None:
             generation.close()
         return piece
+
+    def _fingerprint(self, generation: Generation, adapter: str) -> str | None:
+        """``system_fingerprint`` of a sample; ``adapter``: digest of its low-rank adapter, if it has one."""
+        model, numerics = self._mesh.model, generation.fingerprint
+        if not adapter or not numerics or model is None:
+            return numerics
+        return with_adapter(numerics, CapsuleAdapter(adapter, model.ranks))
 
     def _echoes(self) -> Batch:
         """Empty pieces for prompts that are echoed alone; metrics count them as requests."""
@@ -207,8 +213,3 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-def with_adapter(fingerprint: str | None, adapter: str) -> str | None:
-    """``system_fingerprint`` of an answer; ``adapter``: digest of its low-rank adapter, if it has one."""
-    return f"{fingerprint}-lora-{adapter[:ADAPTER_DIGITS]}" if fingerprint and adapter else fingerprint

@@ -56,8 +56,6 @@ def make_samples(
         adapter = understood.model.served.adapter_of(name)
     except LookupError as error:  # it was unloaded a moment ago
         raise no_such_model(name) from error
-    if adapter and terms.records:
-        refuse("Capsules of answers by an adapter are not made: ask without one.", "X-Lockstep-Capsule")
     asked = understood.wanted
     wants_experts = isinstance(asked, CompletionRequest) and asked.return_routed_experts is True
     stops = StopStrings(params.stop) if params.stop else None

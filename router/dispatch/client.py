@@ -244,6 +244,7 @@ class MeshClient(RouterFacts):
             max_model_len=settings.max_model_len,
             fingerprint=settings.fingerprint,
             adapters=() if settings.lora is None else settings.lora.adapters,
+            ranks=settings.tensor_parallel_size,
         )
 
     def _connect(self, instance: PooledInstance) -> None:

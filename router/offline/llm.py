@@ -380,4 +380,5 @@ def _served(settings: Settings, directory: str) -> ServedModel:
         max_model_len=settings.max_model_len,
         fingerprint=settings.fingerprint,
         adapters=() if settings.lora is None else settings.lora.adapters,
+        ranks=settings.tensor_parallel_size,
     )

@@ -19,7 +19,7 @@ from engine.attention.base import Int64s
 from engine.kernels.products.packing import LANES, panels
 
 LOW, EXPERT_LOW, EXPERT_NUMBERS = "adapter low", "adapter low of experts", "adapters of experts' rows"
-"""Names of scratch rows: what A gives, the same of experts, and numbers of the rows' adapters there."""
+"""Names of scratch rows: what A gives, the same of experts, numbers of adapters there."""
 ADAPTER_PART = np.dtype([(name, np.int64) for name in ("a", "b", "panels", "num_low", "rank")])
 """``AdapterPart`` of ``added.hpp``."""
 ADAPTER_PANEL = np.dtype([("at", np.int32), ("factor", np.float32)])
@@ -31,7 +31,7 @@ ADAPTER_RUN = np.dtype([(name, np.int64) for name in ("adapter", "first", "count
 
 
 SiteKey: TypeAlias = tuple[int, str]
-"""``id`` of a module, and the name of its parameter that is adapted; empty for a linear layer."""
+"""``id`` of a module, and the adapted parameter's name, empty for a linear layer."""
 
 
 def keys_of(model: torch.nn.Module) -> dict[str, SiteKey]:
@@ -51,7 +51,7 @@ class AdapterRoom(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """Matrices of an adapter for one linear layer, or one of each expert of a layer."""
+    """Matrices of an adapter for one linear layer, or for a layer's experts."""
 
     a: torch.Tensor
     """[rank, inputs], or [experts, rank, inputs]"""

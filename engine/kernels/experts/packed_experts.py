@@ -21,7 +21,7 @@ from engine.kernels.products.packing import PackedWeights, Packer, add_rounding
 from parallel.parts import parts_here
 
 ExpertAdapters: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""Writers of the first product of adapters, beside an expert's two; they return the record for the second."""
+"""Writers of adapters' first product beside an expert's two; they return the second's record."""
 
 
 def _nothing(_rows: Any) -> None:

@@ -16,6 +16,7 @@ from router.capsule import (
     CapsuleSample,
     ReplayAnswer,
     ReplayRequest,
+    class_name_of,
     tokens_of_first_weights,
 )
 from router.errors import one_line
@@ -65,7 +66,7 @@ class Replayed:
 
     @property
     def is_variant(self) -> bool:
-        return (self.sample.system_fingerprint or "").endswith(VARIANT)
+        return class_name_of(self.sample.system_fingerprint or "").endswith(VARIANT)
 
 
 @dataclass
@@ -196,9 +197,9 @@ def request_of(capsule: Capsule, prompt: CapsulePrompt, sample: CapsuleSample) -
     Raises:
         Unusable: the capsule does not say in which class.
     """
-    name = sample.system_fingerprint
-    if name is None:
+    if sample.system_fingerprint is None:
         raise Unusable("its instance named no numerics class, so no other can be chosen: it was an older one")
+    name = class_name_of(sample.system_fingerprint)
     known = {each.fingerprint: each for each in capsule.numerics}
     unknown = Numerics(name, UNKNOWN, UNKNOWN, invariant=not name.endswith(VARIANT))
     return ReplayRequest(
@@ -208,6 +209,7 @@ def request_of(capsule: Capsule, prompt: CapsulePrompt, sample: CapsuleSample) -
         params=prompt.params,
         seed=prompt.seed,
         sample_index=sample.sample_index,
+        adapter=capsule.adapter,
     )
 
 

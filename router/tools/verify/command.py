@@ -15,6 +15,7 @@ import msgspec
 from coordinator.settings.flags import Bytes, Size, flag, parse
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.config.cache import KVCacheDType
+from engine.config.lora import LoraConfig
 from engine.config.model import DType
 from engine.config.quantization import QuantizationName
 from engine.host.cache_size import TooLittleMemory
@@ -38,6 +39,8 @@ from router.tools.verify.samples import Computes
 from router.tools.verify.verdict import VerifyStatus
 
 PROG = "lockstep verify"
+MOST_RANK = 256
+"""Highest rank of an adapter."""
 STATUS_OF = {
     CapsuleProblem.UNREADABLE: VerifyStatus.UNREADABLE,
     CapsuleProblem.EDITED: VerifyStatus.EDITED,
@@ -94,6 +97,10 @@ class VerifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_remote_code: Annotated[
         bool, flag(help="Run the checkpoint's model code where transformers has none for its family.")
     ] = False
+    lora_modules: Annotated[
+        tuple[str, ...],
+        flag(help="Adapters as NAME=DIRECTORY, for capsules of their answers; they are known by digest."),
+    ] = ()
     requests: Annotated[
         str | None,
         flag(
@@ -146,6 +153,11 @@ class VerifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 quantization=quantization,
             ),
             cache=CacheConfig(kv_cache_dtype=kept, kv_cache_memory_bytes=self.kv_cache_memory_bytes),
+            lora=LoraConfig(
+                enable_lora=bool(self.lora_modules),
+                lora_modules=self.lora_modules,
+                max_lora_rank=MOST_RANK,
+            ),
             device=msgspec.convert(
                 {
                     "device": "cpu",
@@ -260,6 +272,7 @@ def verification(config: VerifyConfig) -> Verification:
         vocab_size=settings.vocab_size,
         max_model_len=settings.max_model_len,
         fingerprint=settings.fingerprint,
+        adapters=() if settings.lora is None else settings.lora.adapters,
     )
     model = load_text_model(served, HttpConfig(tokenizer=config.tokenizer))
 

@@ -11,7 +11,7 @@ from coordinator.numerics import Facts, Numerics
 from engine.messages import Delta, Submit
 from engine.sampling import SamplingParams
 from router.api.headers import RequestTerms
-from router.api.replaying import check_sample, sample_of
+from router.api.replaying import check_adapter, check_sample, sample_of
 from router.capsule import CapsulePrompt, CapsuleSample, tokens_of_first_weights
 from router.errors import ApiError
 from router.mesh import Prompt
@@ -117,6 +117,7 @@ class Redrawing:
         if params is not None:
             wanted = msgspec.structs.replace(wanted, params=params)
         check_sample(wanted, model.served)
+        check_adapter(wanted, model.served)
         recorder = Recorder()
         self._stream = sample_of(wanted, model, TERMS, recorder)
         self.prompt = self._stream.prompt
@@ -164,4 +165,5 @@ def _submit_of(prompt: Prompt) -> Submit:
         params=prompt.params,
         seed=prompt.seed,
         sample_index=prompt.sample_index,
+        adapter=prompt.adapter,
     )

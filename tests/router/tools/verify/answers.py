@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from coordinator.numerics import Numerics
+from engine.adapters.adapter_settings import settled
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from engine.config.lora import LoraConfig
 from engine.messages import Delta, Submit
 from engine.model.finding import MODELS_DIRECTORY
 from engine.sampling import SamplingParams
@@ -18,7 +20,7 @@ from engine.verification.scorer import Recorded, Scorer
 from router.api.capsules import capsule_of, model_of
 from router.api.headers import RequestTerms
 from router.api.replaying import sample_of
-from router.capsule import Capsule, ReplayRequest, read, written
+from router.capsule import Capsule, CapsuleAdapter, ReplayRequest, read, with_adapter, written
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.recorded import Recorder
@@ -41,11 +43,14 @@ class Server:
         kept: Any = "auto",
         quantization: Any = None,
         numerics: Any = "auto",
+        adapters: tuple[str, ...] = (),
     ) -> None:
+        lora = LoraConfig(enable_lora=bool(adapters), lora_modules=adapters)
         config = EngineConfig(
             model=ModelConfig(model=str(directory), dtype="bfloat16", quantization=quantization),
             cache=CacheConfig(kv_cache_dtype=kept, kv_cache_memory_bytes=ROOM),
             device=DeviceConfig(device="cpu", numerics=numerics),
+            lora=lora,
         )
         self._scorer = Scorer(config, 1)
         self.numerics = self._scorer.numerics
@@ -55,6 +60,7 @@ class Server:
             self._scorer.vocab_size,
             self._scorer.max_model_len,
             self._scorer.fingerprint,
+            tuple(map(settled, lora.sources)),
         )
         self.text = load_text_model(served, HttpConfig())
 
@@ -67,13 +73,16 @@ class Server:
         samples: int = 1,
         seed: int = 7,
         claimed: Numerics | None = None,
+        adapter: str = "",
     ) -> Capsule:
-        """The capsule of an answer, drawn token by token; ``claimed``: the class that it names.
+        """The capsule of an answer, drawn token by token; ``claimed``: the class that it names; ``adapter``: name.
 
         ``ids``: tokens of the prompt in place of its text.
         """
         numerics = claimed or self.numerics
         ids = ids or self.text.tokenizer.encode(text, add_special_tokens=True)
+        digest = self.text.served.adapter_of(adapter)
+        adapted = CapsuleAdapter(digest) if digest else None
         streams, wanted = [], []
         for index in range(samples):
             request = ReplayRequest(
@@ -83,12 +92,17 @@ class Server:
                 params=params,
                 seed=str(seed),
                 sample_index=index,
+                adapter=adapted,
             )
             stream = sample_of(request, self.text, RequestTerms(id=f"cmpl-{index}"), Recorder())
             stream.index, stream.fingerprint = index, numerics.fingerprint
+            if adapted is not None:
+                stream.fingerprint = with_adapter(numerics.fingerprint, adapted)
             streams.append(stream)
             asked = stream.prompt
-            submit = Submit(0, asked.request_id, asked.prompt_ids, asked.params, asked.seed, index)
+            submit = Submit(
+                0, asked.request_id, asked.prompt_ids, asked.params, asked.seed, index, adapter=digest
+            )
             wanted.append(Recorded(submit, ()))
 
         def take(index: int, delta: Delta) -> bool:

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.kernels.core import library
 from engine.sampling import SamplingParams, ThinkingBudget
+from router.capsule import CapsuleAdapter
 from router.tools.verify.command import kernels_for, main
 from router.tools.verify.verdict import VerifyStatus
+from tests.engine.adapters.made_adapters import make_adapter
 from tests.engine.scheduling.test_grammar import LETTERS
-from tests.router.tools.verify.answers import FLAGS, SAMPLED, Server, edited, honest, save
+from tests.router.tools.verify.answers import DIRECTORY, FLAGS, SAMPLED, Server, edited, honest, save
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
@@ -60,6 +63,31 @@ def test_an_answer_without_logprobs_is_checked_by_its_tokens(
     assert first == VerifyStatus.DIFFERENT
     assert "tokens alone, as it has no log-probabilities" in second
     assert second.endswith("\n1 equal, 1 different\n")
+
+
+def test_answers_of_adapters_are_checked_with_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = []
+    for number, name in enumerate(("one", "two")):
+        make_adapter(DIRECTORY, tmp_path / name, seed=number, target_modules=["q_proj", "o_proj"])
+        named.append(f"{name}={tmp_path / name}")
+    server = Server(adapters=tuple(named))
+    capsules = [server.answer(SamplingParams(**SAMPLED), adapter=name) for name in ("one", "two", "")]
+    saved = save(tmp_path / "all.jsonl", capsules)
+    status, text = verify(capsys, saved, "--lora-modules", *named)
+    assert status == VerifyStatus.EQUAL, text
+    status, text = verify(capsys, saved, "--lora-modules", named[0])
+    assert capsules[1].adapter is not None
+    assert f"an adapter with the digest {capsules[1].adapter.digest}, which is not served here" in text
+    assert text.endswith("\n2 equal, 1 unusable\n")
+    other = msgspec.structs.replace(capsules[1], adapter=capsules[0].adapter)
+    status, text = verify(capsys, save(tmp_path / "other.json", [other]), "--lora-modules", *named)
+    assert status == VerifyStatus.DIFFERENT, text
+    adapter = CapsuleAdapter(capsules[1].adapter.digest, ranks=2)
+    of_ranks = msgspec.structs.replace(capsules[1], adapter=adapter)
+    status, text = verify(capsys, save(tmp_path / "ranks.json", [of_ranks]), "--lora-modules", *named)
+    assert "replay it on a mesh with -tp 2" in text
 
 
 @pytest.fixture
