@@ -252,6 +252,27 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disable_access_log_for_endpoints: Annotated[
         str, flag(help="Paths whose requests are not logged, separated by commas; empty: log all.")
     ] = "/health,/ping,/livez,/metrics,/load,/v1/loads,/dashboard/feed"
+    store_path: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="SQLite file of stored answers, shared by all routers of a host; unset: they last as long "
+            "as this serve.",
+        ),
+    ] = None
+    store_max_bytes: Annotated[
+        Bytes, flag(help="Most bytes of stored answers; then new ones are not stored.")
+    ] = 1024**3
+    store_ttl: Annotated[
+        float, Meta(gt=0), flag(help="Seconds that a stored answer is kept after its end.")
+    ] = 30 * 86400.0
+    resumable: Annotated[
+        Literal["asked", "all"],
+        flag(help="Streams that may be resumed at any router: with X-Lockstep-Resumable: 1, or all."),
+    ] = "asked"
+    resume_window: Annotated[
+        float, Meta(gt=0), flag(help="Seconds that a resumable stream waits for a client that is gone.")
+    ] = 60.0
     dashboard: Annotated[bool, flag(help="Serve a live page about the mesh at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds for running requests to finish after SIGTERM.")

@@ -78,6 +78,15 @@ class ServedModel(msgspec.Struct, frozen=True):
         raise LookupError(f"no model and no adapter is named {name}")
 
 
+class Known(msgspec.Struct, frozen=True):
+    """First tokens of a sample, which a router that is gone has handed out."""
+
+    token_ids: list[int]
+    numerics: str | None
+    """Name of the numerics class that gave the first of them."""
+    weight_spans: list[WeightSpan]
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """One sample to generate."""
 
@@ -109,6 +118,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
     It stays where it is sent, is counted nowhere, and goes after all others.
     """
+
+    known: Known | None = None
+    """Tokens behind which it goes on."""
 
     @property
     def root(self) -> str:
@@ -291,7 +303,24 @@ class MeshFacts(Protocol):
         ...
 
 
-class Mesh(MeshFacts, Protocol):
+class Generates(Protocol):
+    """Where samples are generated."""
+
+    @property
+    def model(self) -> ServedModel | None:
+        """Model of the mesh; None until the first instance has registered."""
+        ...
+
+    def generate(self, prompt: Prompt) -> Generation:
+        """Send a request to an instance.
+
+        Raises:
+            MeshError: no instance can take it (503), or the one asked for does not exist (400).
+        """
+        ...
+
+
+class Mesh(MeshFacts, Generates, Protocol):
     """Mesh of instances as the HTTP layer sees it."""
 
     @property
@@ -304,13 +333,5 @@ class Mesh(MeshFacts, Protocol):
 
         Raises:
             MeshError: nobody could take any request now (503).
-        """
-        ...
-
-    def generate(self, prompt: Prompt) -> Generation:
-        """Send a request to an instance.
-
-        Raises:
-            MeshError: no instance can take it (503), or the one asked for does not exist (400).
         """
         ...

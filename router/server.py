@@ -43,10 +43,12 @@ from router.http.connection import PatientProtocol
 from router.http.listen import at_path, bind, inherited, let_successors_in, name_of
 from router.http.quotas import Quotas
 from router.http.request_path import prefix_of, without_prefix
-from router.http.shared_files import CONNECTIONS, QUOTAS
+from router.http.shared_files import ANSWERS, CONNECTIONS, QUOTAS
 from router.http.tls import tls_problem
 from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts
+from router.stored.runs import Runs
+from router.stored.store import AnswerStore, StoreUnusable
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +73,18 @@ class _Server(uvicorn.Server):
         feed: Feed | None,
         mesh: MeshClient,
         patience: float,
+        runs: Runs | None = None,
     ) -> None:
-        """``patience``: seconds that requests may still run once this ends."""
+        """``patience``: seconds that requests may still run once this ends.
+
+        ``runs`` of stored answers end at once: another router goes on with them.
+        """
         super().__init__(config)
         self._tally = tally
         self._feed = feed
         self._mesh = mesh
         self._patience = patience
+        self._runs = runs
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -89,6 +96,8 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._feed is not None:  # nobody waits for those who only look
             self._feed.close()
+        if self._runs is not None:
+            self._runs.close()
         late = asyncio.get_running_loop().call_later(self._patience, self._give_up)
         try:
             await super().shutdown(sockets)
@@ -164,18 +173,22 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
-    settings = _settings(_app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys), http)
+    store = _store(config)
+    app, runs = _app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys, store)
+    settings = _settings(app, http)
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
         logger.error("%s", tls_problem(http) or f"the endpoint cannot speak TLS: {error}")
         return process.EXIT_FAILED
     feed = dashboard.feed if dashboard else None
-    server = _Server(settings, tally, feed, mesh, http.shutdown_timeout)
+    server = _Server(settings, tally, feed, mesh, http.shutdown_timeout, runs)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
     if counts is not None:
         beside.append(asyncio.create_task(counts.keep(metrics.snapshot)))
+    if runs is not None:
+        beside.append(asyncio.create_task(runs.keep()))
     try:
         await _listen(listeners, http, mesh, following)
         gc.freeze()  # what is there by now stays: collections need not look through it
@@ -184,6 +197,8 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+    if store is not None:
+        store.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
     logger.info("ends")
@@ -286,10 +301,11 @@ def _app(
     tracing: Tracing | None,
     listeners: list[socket.socket],
     keys: MeshKeys | None,
-) -> ASGIApp:
-    """Application of the endpoint, with the admin API beside it."""
+    store: AnswerStore | None,
+) -> tuple[ASGIApp, Runs | None]:
+    """Application of the endpoint with the admin API, and its stored answers' runs."""
 
-    endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view)
+    endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view, store)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: OperatorCommand) -> OperatorAnswer:
@@ -311,7 +327,21 @@ def _app(
         keys_of_clients = config.http.api_key
         adapters = KeyCheck(admin, keys_of_clients, Refusals()) if keys_of_clients else admin
     gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key, adapters=adapters)
-    return RootPath(gate, prefix) if prefix else gate
+    runs: Runs | None = endpoint.state.runs
+    return (RootPath(gate, prefix) if prefix else gate), runs
+
+
+def _store(config: RouterConfig) -> AnswerStore | None:
+    """The store of answers; None if it does not open."""
+    directory, path = config.counts_directory, config.http.store_path
+    if path is None and directory is None:
+        return None
+    place = Path(path) if path is not None else Path(directory or "") / ANSWERS
+    try:
+        return AnswerStore(place, most_bytes=config.http.store_max_bytes, lasts=path is not None)
+    except StoreUnusable as error:
+        logger.error("answers are not stored: %s", error)
+        return None
 
 
 def _open_doors(config: RouterConfig, held: contextlib.ExitStack) -> list[socket.socket]:

@@ -191,6 +191,7 @@ def main() -> None:
     add = parser.add_argument
     add("model", type=Path, help="a directory")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
+    add("--quantization", "-q", metavar="METHOD", help="of the weights, as for serve")
     add("--threads", type=int, default=1, help="(default: %(default)s)")
     add("--batches", type=int, nargs="*", default=BATCHES, help="of decode (default: %(default)s)")
     add("--prompts", type=int, nargs="*", default=PROMPTS, help="lengths (default: %(default)s)")
@@ -205,7 +206,8 @@ def main() -> None:
     kernels = library.load()
     if kernels is None:
         raise SystemExit("there are no native kernels here: see docs/design/kernels.md")
-    model = load_model(read_model_info(args.model), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
+    settings = ModelConfig(quantization=args.quantization)
+    model = load_model(read_model_info(args.model), settings, dtype=dtype, device=torch.device("cpu"))
     decoder = recognise(model.module, model.layers, dtype)
     program = Program(kernels, decoder)
     steps = steps_of(args)
@@ -221,7 +223,8 @@ def main() -> None:
     kind = kernels.kind(bfloat16=dtype == torch.bfloat16)
     reach = limits(dtype, model.weight_bytes, args.threads, kind)
     title = KINDS[kernels.kind(bfloat16=dtype == torch.bfloat16)].title
-    print(f"{args.model.name}, {args.dtype}, {args.threads} thread(s), {title}; {machine()}")
+    weights = args.quantization or args.dtype
+    print(f"{args.model.name}, {weights}, {args.threads} thread(s), {title}; {machine()}")
     memory, cached, matrix = (value / 1e9 for value in reach.values())
     print(f"Memory {memory:.1f} GB/s (a block of the model's size: {cached:.1f}), ", end="")
     print(f"products {matrix:.0f} GFLOP/s\n")
@@ -231,7 +234,7 @@ def main() -> None:
             results[title] = measure(program, decoder, row, reach, args.times)
     print_results(results)
     if args.output_json is not None:
-        page = {"model": args.model.name, "dtype": args.dtype, "threads": args.threads, "machine": machine()}
+        page = {"model": args.model.name, "weights": weights, "threads": args.threads, "machine": machine()}
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(json.dumps(page | {"limits": reach, "steps": results}, indent=1) + "\n")
 

@@ -28,6 +28,7 @@ from router.api.headers import (
 )
 from router.api.request_run import RequestRun
 from router.api.request_samples import UNPREDICTABLE, make_samples
+from router.api.stored_terms import stored_terms
 from router.api.streaming import EventStream, whole_response
 from router.api.tracing import UNTRACED, RequestTrace
 from router.api.understanding import Understood
@@ -103,16 +104,19 @@ class Answering:
         trace = RequestTrace.begin(self._tracing, request, id, understood)
         try:
             terms = read_terms(request, id, wanted, trace.traceparent)
-            samples = make_samples(understood, terms, self._chance)
+            stored = stored_terms(request)
+            chance = self._chance if stored is None else random.Random(stored.seed)
+            samples = make_samples(understood, terms, chance)
             digest = request.state.body_digest if terms.records else None
-            answer = shape(self._facts(understood, id, samples, digest))
+            created = int(time.time()) if stored is None else stored.created
+            answer = shape(self._facts(understood, id, created, samples, digest))
             prompt_tokens = sum(len(prompt.ids) for prompt in understood.prompts)
             run = self.admitted(request, samples, prompt_tokens, terms, trace)
         except Exception as error:
             trace.end_with(error)
             raise
         response: Response
-        if wanted.stream:
+        if wanted.stream or stored is not None:  # the store makes a whole answer of the last event
             response = EventStream(run, answer, keep_alive=self._config.sse_keep_alive_interval)
         else:
             response = await whole_response(run, answer, request.receive)
@@ -136,16 +140,23 @@ class Answering:
         """
         lease = self._quotas.admit(terms.key, prompt_tokens)
         arrival = request.state.arrival
-        return RequestRun(self._mesh, self._metrics, samples, arrival, terms.timeout, trace, lease)
+        stored = stored_terms(request)
+        mesh = self._mesh if stored is None else stored.mesh
+        return RequestRun(mesh, self._metrics, samples, arrival, terms.timeout, trace, lease)
 
     def _facts(
-        self, understood: Understood, id: str, samples: Sequence[OutputStream], digest: str | None
+        self,
+        understood: Understood,
+        id: str,
+        created: int,
+        samples: Sequence[OutputStream],
+        digest: str | None,
     ) -> AnswerFacts:
         """Facts for the class of the answer.
 
         ``digest``: of the body of a request for a capsule; None for others.
         """
-        model, created = understood.model, int(time.time())
+        model = understood.model
 
         def capsule() -> bytes:
             classes, params, key = self._mesh.numerics(), understood.params, self._capsule_key

@@ -36,6 +36,7 @@ from router.api.native_generation import NativeAnswer
 from router.api.responses import request as responses_request
 from router.api.responses.answer import ResponsesAnswer
 from router.api.responses.wire import InputTokens
+from router.api.stored_terms import stored_terms
 from router.api.token_generation import TokensAnswer
 from router.api.understanding import Understanding, Wanted
 from router.config import HttpConfig
@@ -110,10 +111,14 @@ class Generating:
     async def responses(self, request: Request) -> Response:
         body = await self._answering.receive_body(request)
         asked = await run_sized(lambda: read_responses(body), len(body))
+        stored = stored_terms(request) is not None
+        is_resolved = stored or getattr(request.state, "is_resolved", False)
         with in_terms_of(responses_request.NAMES):
-            translated = await run_sized(lambda: responses_request.translated(asked), len(body))
+            translated = await run_sized(
+                lambda: responses_request.translated(asked, is_resolved=is_resolved), len(body)
+            )
             understood = await self._understanding.understand(lambda _: translated.chat, len(body))
-            shape = partial(ResponsesAnswer, asked, understood, translated.names)
+            shape = partial(ResponsesAnswer, asked, understood, translated.names, stored=stored)
             answer = await self._answering.answer_request(request, understood, "resp_", shape)
         if translated.left_out:
             answer.headers[LEFT_OUT] = ", ".join(translated.left_out)

@@ -74,10 +74,15 @@ def key_of(request: Request) -> int:
 
 def request_id(request: Request, wanted: GenerationRequest) -> str:
     """The request id: the client's own from header or body, else the server's."""
+    return client_id_of(request, wanted.request_id)
+
+
+def client_id_of(request: Request, in_body: str | None) -> str:
+    """The request id, given the one of the body."""
     given = request.headers.get("x-request-id")
     if not given:
         at_door: str = request.state.request_id
-        return wanted.request_id or at_door
+        return in_body or at_door
     if not usable_id(given):
         refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
     return given

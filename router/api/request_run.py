@@ -16,7 +16,7 @@ from router.api.tracing import UNTRACED, RequestTrace
 from router.capsule import CapsuleAdapter, with_adapter
 from router.errors import ApiError, too_late
 from router.http.quotas import Lease
-from router.mesh import Generation, Mesh, MeshError
+from router.mesh import Generates, Generation, MeshError
 from router.metrics.meter import Meter
 from router.metrics.metrics import Metrics
 from router.text.output_stream import OutputStream, TextPiece
@@ -30,7 +30,7 @@ class RequestRun:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Generates,
         metrics: Metrics,
         samples: Sequence[OutputStream],
         arrival: float,

@@ -38,6 +38,9 @@ from router.mesh import Mesh, MeshError
 from router.metrics.http_counts import Counting, Handlers
 from router.metrics.metrics import Metrics
 from router.signing.keys import KEYS_PATH, CapsuleKey
+from router.stored.routes import stored_routes
+from router.stored.runs import Runs
+from router.stored.store import AnswerStore
 from router.text.text_models import TextModels
 
 
@@ -49,11 +52,13 @@ def make_app(
     dashboard: Dashboard | None = None,
     tracing: Tracing | None = None,
     view: Callable[[], View | None] = lambda: None,
+    store: AnswerStore | None = None,
 ) -> Starlette:
     """The ASGI application in front of a mesh.
 
     ``metrics`` may tell of the instances, too; ``quotas`` may be shared with other routers; without a
-    ``dashboard`` there is no page. ``view`` is the coordinator's newest one.
+    ``dashboard`` there is no page. ``view`` is the coordinator's newest one. Without a ``store`` no answer
+    outlives its connection; with one, ``state.runs`` is to be kept and closed by the caller.
     """
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
@@ -66,7 +71,19 @@ def make_app(
     refusals = Refusals()
     prefix = prefix_of(config.root_path)
     server = ServerEndpoints(mesh, config, metrics, view, prefix)
-    routes = _routes(generating, replaying, endpoints, server)
+    handlers = {
+        "chat": generating.chat,
+        "completions": generating.completions,
+        "messages": generating.messages,
+        "responses": generating.responses,
+    }
+    stored: list[Route] = []
+    runs: Runs | None = None
+    if store is not None:
+        window, ttl = config.resume_window, config.store_ttl
+        runs = Runs(store, mesh, handlers, window=window, ttl=ttl)
+        stored = stored_routes(runs, config, handlers)
+    routes = stored + _routes(generating, replaying, endpoints, server)
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(
@@ -79,6 +96,7 @@ def make_app(
     )
     app.state.refusals = refusals
     app.state.prefix = prefix
+    app.state.runs = runs
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 

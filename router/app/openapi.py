@@ -59,10 +59,13 @@ OPERATIONS = [
     Operation(
         "post", "/v1/responses/input_tokens", "Tokens of such a request", ResponsesRequest, InputTokens
     ),
-    Operation("get", "/v1/responses/{id}", "Answers are not kept"),
-    Operation("get", "/v1/responses/{id}/input_items", "Answers are not kept"),
-    Operation("delete", "/v1/responses/{id}", "Answers are not kept"),
-    Operation("post", "/v1/responses/{id}/cancel", "Answers are not kept"),
+    Operation("get", "/v1/responses/{id}", "A stored response, or its stream", None, ResponseObject),
+    Operation("get", "/v1/responses/{id}/input_items", "Items that a stored response answers"),
+    Operation("delete", "/v1/responses/{id}", "Delete a stored response"),
+    Operation(
+        "post", "/v1/responses/{id}/cancel", "End a response in the background", None, ResponseObject
+    ),
+    Operation("get", "/v1/streams/{id}", "The rest of a resumable stream"),
     Operation(
         "post", "/v1/messages", "The same in Anthropic's words",
         messages.MessagesRequest, messages.Message, True,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from engine.messages import Abort
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.instance_connection import InstanceConnection
-from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger
+from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger, entry_of
 from router.dispatch.pool import ANSWER_TIMEOUT, Pool, PooledInstance
 from router.dispatch.stream import Stream
 from router.faults import FaultEvent, Faults
@@ -68,7 +68,7 @@ class RequestDispatcher(abc.ABC):
             MeshError: no instance can take it (503), or the rank it names does not exist (400).
         """
         now = time.monotonic()
-        entry = Entry(prompt, begun_at=now)
+        entry = entry_of(prompt, now)
         try:
             instance = self._choose(entry)
         except MeshError as error:

@@ -280,6 +280,16 @@ class Flight(msgspec.Struct, frozen=True):
     """Seconds since the request came."""
 
 
+def entry_of(prompt: Prompt, now: float) -> Entry:
+    """The entry of a new request, which may go on behind known tokens."""
+    if prompt.known is None:
+        return Entry(prompt, begun_at=now)
+    known = prompt.known
+    entry = Entry(prompt, emitted=list(known.token_ids), has_begun=True, owed=True, begun_at=now)
+    entry.fingerprint, entry.weight_spans = known.numerics, list(known.weight_spans)
+    return entry
+
+
 class Ledger:
     """All entries, by the address of their current try."""
 

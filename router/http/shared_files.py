@@ -11,6 +11,8 @@ from router.http.quotas import Quotas
 
 CONNECTIONS = "connections"
 QUOTAS = "quotas"
+ANSWERS = "answers.sqlite"
+"""Store of answers, without --store-path; SQLite takes its space."""
 
 
 def shared_files(config: HttpConfig, front_ends: int) -> dict[str, int]:

@@ -25,6 +25,7 @@ from router.config import HttpConfig
 from router.http.connection import PatientProtocol
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
+from router.stored.store import AnswerStore
 from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import Tokenizer
 from tests.router import tiny_tokenizer
@@ -83,12 +84,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
+def serving(mesh: FakeMesh, config: HttpConfig, store: AnswerStore | None = None) -> Iterator[Server]:
     """uvicorn on a free loopback port, in a thread of its own."""
     metrics = Metrics(mesh)
     listener = socket.create_server(("127.0.0.1", 0))
     settings = uvicorn.Config(
-        RootPath(make_app(mesh, config, metrics), config.root_path),
+        RootPath(make_app(mesh, config, metrics, store=store), config.root_path),
         http=PatientProtocol,
         loop="none",
         lifespan="off",

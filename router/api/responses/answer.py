@@ -25,11 +25,14 @@ class ResponsesAnswer(Answer):
         understood: Understood,
         names: Mapping[str, ToolName],
         facts: AnswerFacts,
+        *,
+        stored: bool = False,
     ) -> None:
         """``names``: the client's names of its tools, by their names in chat."""
         super().__init__(facts)
         (self._sample,) = self.samples
         self._request = request
+        self._stored = stored
         self._params = params = understood.params
         shapes = LogprobShapes(understood.model.tokenizer, params.logprobs or 0)
         reader = understood.turn_format.reader(self._sample.prompt_text)
@@ -94,6 +97,9 @@ class ResponsesAnswer(Answer):
             reasoning=request.reasoning or {"effort": None, "summary": None},
             metadata=request.metadata or {},
             user=request.user,
+            store=self._stored and request.store is not False,
+            background=self._stored and bool(request.background),
+            previous_response_id=request.previous_response_id,
             system_fingerprint=self.fingerprint,
             weight_version=self.weight_version,
             weight_versions=self.weight_versions,

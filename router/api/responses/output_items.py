@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 
 from msgspec import UNSET
@@ -13,6 +12,7 @@ from router.api.responses import wire
 from router.api.responses.custom_input import custom_input
 from router.api.responses.logprobs import TextLogprobs, by_token
 from router.api.responses.tools import ToolName
+from router.ids import hex_id
 from router.openai_api import TokenLogprob
 from router.text.output_stream import TextPiece
 from router.turns.assistant_turns import TurnReader
@@ -59,7 +59,7 @@ class OutputItems:
             found = self._read_logprobs(piece, self._shapes, ended=ended)
         for item in self._sequence.items[len(self._ids) :]:
             prefix = CUSTOM_CALL if self.called(item).is_custom else ID_PREFIX[item.kind]
-            self._ids.append(f"{prefix}_{uuid.uuid4().hex}")
+            self._ids.append(f"{prefix}_{hex_id()}")
         return found
 
     def _read_logprobs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.api.responses.history import history
@@ -13,6 +13,9 @@ from router.openai_api import ChatRequest, MoreFields
 
 KEPT = ("previous_response_id", "previous_response", "conversation", "background", "prompt")
 """Fields that refer to answers kept by a server."""
+
+REFERRING_ELSEWHERE = ("previous_response", "conversation", "prompt")
+"""Those of them that no store of answers holds."""
 
 UNSUPPORTED = {
     "context_management": "nothing of a conversation is taken out",
@@ -49,13 +52,15 @@ class Translated(NamedTuple):
     """Types of tools and items that the model does not get, sorted."""
 
 
-def translated(request: ResponsesRequest) -> Translated:
+def translated(request: ResponsesRequest, *, is_resolved: bool = False) -> Translated:
     """The request as one to /v1/chat/completions.
+
+    ``is_resolved``: what it refers to is in its input already.
 
     Raises:
         ApiError: it asks for what chat does not have, or needs answers that are kept.
     """
-    _check(request)
+    _check(request, REFERRING_ELSEWHERE if is_resolved else KEPT)
     given = history(request.instructions, request.input)
     tools = chat_tools(request.tools or (), request.tool_choice)
     wants_logprobs = bool(request.top_logprobs) or LOGPROBS in (request.include or [])
@@ -75,8 +80,8 @@ def translated(request: ResponsesRequest) -> Translated:
     return Translated(chat, tools.names, sorted({*given.left_out, *tools.left_out}))
 
 
-def _check(request: ResponsesRequest) -> None:
-    for name in KEPT:
+def _check(request: ResponsesRequest, refused: Sequence[str]) -> None:
+    for name in refused:
         if getattr(request, name):
             refuse(f"{name} is not supported: answers are not kept, send the whole conversation.", name)
     for name, instead in UNSUPPORTED.items():

@@ -159,7 +159,7 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
     truncation: str = "disabled"
     store: bool = False
     background: bool = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     system_fingerprint: str | None = None
     """Name of the numerics class, as in chat completions."""
     weight_version: str | UnsetType = UNSET

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
+from router.ids import hex_id
 from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, merged
 
 Tools = Sequence[Mapping[str, Any]]
@@ -83,7 +83,7 @@ class ToolParser(ABC):
     @staticmethod
     def new_call_id() -> str:
         """An id for a call, as the model's chat template takes it."""
-        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+        return f"chatcmpl-tool-{hex_id()}"
 
     def feed(self, text: str) -> list[Parsed]:
         self._buffer += text

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import re
 import string
 
+from router.ids import letters
 from router.turns.tool_parsers.base import CallFormat, State, Tools
 from router.turns.tool_parsers.json_text import MAX_NAME, JsonEnd
 from router.turns.tool_parsers.marked_json import MarkedJson
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 NAME = re.compile(r"[\w.\-]+")
-
-_chance = random.SystemRandom()
 
 
 class Mistral(MarkedJson):
@@ -31,7 +29,7 @@ class Mistral(MarkedJson):
     @staticmethod
     def new_call_id() -> str:
         """Mistral's templates take nine letters and digits only."""
-        return "".join(_chance.choices(string.ascii_letters + string.digits, k=9))
+        return letters(string.ascii_letters + string.digits, 9)
 
     def _opened(self) -> State | None:
         mark = self._next()

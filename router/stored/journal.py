@@ -1,0 +1,219 @@
+"""Journal of a running answer: its tokens in the order in which they became events.
+
+A router that takes an answer over gives the recorded tokens to the same code in the same order, so that the
+same events come out of it, and then generates on behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import Delta
+from router.mesh import Generation, Known, Mesh, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
+
+
+class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Deltas of one sample, committed together; each has one token."""
+
+    sample: int
+    deltas: list[Delta]
+    numerics: str | None = None
+    """Name of the numerics class that gave the sample's first token."""
+    spans: list[WeightSpan] = []
+    """Weight versions of the sample's tokens, the batch included; empty: as before."""
+
+
+Continues = Callable[[], Awaitable[bool]]
+
+_decode = msgspec.msgpack.Decoder(JournalBatch).decode
+
+
+class TokenStore(Protocol):
+    """Part of :class:`router.stored.store.AnswerStore` that a journal needs."""
+
+    async def append(self, id: str, number: int, batch: bytes) -> None: ...
+    async def tokens(self, id: str, first: int) -> list[bytes]: ...
+
+
+class Journal:
+    """Journal of one answer, first read, then written."""
+
+    def __init__(
+        self, id: str, store: TokenStore, recorded: Sequence[bytes], continues: Continues | None
+    ) -> None:
+        """``recorded``: batches that are in the store already.
+
+        ``continues`` waits until there may be more of them, which another router writes; False once this one
+        is to write, and None where it always was.
+        """
+        self._id = id
+        self._store = store
+        self._batches = [_decode(each) for each in recorded]
+        self._continues = continues
+        self._read = 0
+        """Batches whose deltas have been taken."""
+        self._turn = asyncio.Condition()
+        self._fetching = asyncio.Lock()
+        self._is_writing = False
+
+    def __repr__(self) -> str:
+        return f"<Journal of {self._id}: {self._read} of {len(self._batches)} batches read>"
+
+    async def recorded(self, sample: int) -> AsyncIterator[JournalBatch]:
+        """Batches of a sample, each once those of other samples before it have been taken.
+
+        Call :meth:`took` after each. Ends where this router is to write.
+        """
+        while True:
+            async with self._turn:
+                while self._read < len(self._batches) and self._batches[self._read].sample != sample:
+                    await self._turn.wait()
+            if self._read == len(self._batches):
+                if not await self._fetch():
+                    return
+                continue
+            yield self._batches[self._read]
+
+    async def took(self) -> None:
+        """Give the turn on: the deltas of the batch that came last have been taken."""
+        async with self._turn:
+            self._read += 1
+            self._turn.notify_all()
+
+    async def _fetch(self) -> bool:
+        """Whether the store may have given more batches, which another router wrote."""
+        async with self._fetching:
+            if self._read < len(self._batches):
+                return True
+            if self._is_writing or self._continues is None:
+                return False
+            self._is_writing = not await self._continues()
+            found = await self._store.tokens(self._id, len(self._batches))  # also what came before it died
+            if self._is_writing and not found:
+                return False
+        async with self._turn:
+            self._batches += map(_decode, found)
+            self._turn.notify_all()
+        return True
+
+    async def write(self, batch: JournalBatch) -> None:
+        """Append a batch; returns once it is committed."""
+        number = len(self._batches)
+        self._batches.append(batch)
+        self._read = len(self._batches)
+        await self._store.append(self._id, number, msgspec.msgpack.encode(batch))
+
+
+class JournalMesh:
+    """The mesh with the journal of one answer between, for its samples."""
+
+    def __init__(self, mesh: Mesh, journal: Journal) -> None:
+        self._mesh = mesh
+        self._journal = journal
+        self._samples = 0
+
+    @property
+    def model(self) -> ServedModel | None:
+        """See :class:`router.mesh.Mesh`."""
+        return self._mesh.model
+
+    def generate(self, prompt: Prompt) -> Generation:
+        """See :class:`router.mesh.Mesh`; samples are asked for in their order."""
+        self._samples += 1
+        return JournalGeneration(self._mesh, self._journal, self._samples - 1, prompt)
+
+
+class JournalGeneration:
+    """A :class:`router.mesh.Generation` whose tokens are committed before they are handed out."""
+
+    def __init__(self, mesh: Mesh, journal: Journal, sample: int, prompt: Prompt) -> None:
+        self._mesh = mesh
+        self._journal = journal
+        self._sample = sample
+        self._prompt = prompt
+        self._numerics: str | None = None
+        self._spans: list[WeightSpan] = []
+        self._generation: Generation | None = None
+        self._is_closed = False
+
+    @property
+    def rank(self) -> int | None:
+        """See :class:`router.mesh.Generation`."""
+        return None if self._generation is None else self._generation.rank
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See :class:`router.mesh.Generation`."""
+        return self._numerics
+
+    @property
+    def numerics_changes(self) -> Sequence[NumericsSwitch]:
+        """See :class:`router.mesh.Generation`."""
+        return () if self._generation is None else self._generation.numerics_changes
+
+    @property
+    def weight_spans(self) -> Sequence[WeightSpan]:
+        """See :class:`router.mesh.Generation`."""
+        return self._spans
+
+    def hand_over(self, sink: TokenSink) -> None:
+        """Keep the deltas: each waits for its commit, which a sink cannot."""
+
+    def close(self) -> None:
+        """See :class:`router.mesh.Generation`."""
+        self._is_closed = True
+        if self._generation is not None:
+            self._generation.close()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        known: list[int] = []
+        async for batch in self._journal.recorded(self._sample):
+            self._numerics = batch.numerics
+            self._spans[:] = batch.spans or self._spans
+            for delta in batch.deltas:
+                known += delta.token_ids
+                yield delta
+            await self._journal.took()
+            if batch.deltas[-1].finish_reason is not None:
+                return
+        if self._is_closed:  # by a stop string among what was recorded
+            return
+        wanted = msgspec.structs.replace(
+            self._prompt, known=Known(known, self._numerics, list(self._spans)) if known else None
+        )
+        self._generation = self._mesh.generate(wanted)
+        async for delta in self._generation:
+            if not known:
+                self._numerics = self._generation.fingerprint
+                known = delta.token_ids
+            spans = list(self._generation.weight_spans)
+            new = [] if spans == self._spans else spans
+            self._spans[:] = spans
+            parts = by_token(delta)
+            await self._journal.write(JournalBatch(self._sample, parts, self._numerics, new))
+            for part in parts:
+                yield part
+
+
+def by_token(delta: Delta) -> list[Delta]:
+    """A delta as deltas of one token each."""
+    last = len(delta.token_ids) - 1
+    if last <= 0:
+        return [delta]
+    first = msgspec.structs.replace(
+        delta, token_ids=delta.token_ids[:1], finish_reason=None, stop_reason=None, logprobs=None
+    )
+    if delta.logprobs is not None:
+        first = msgspec.structs.replace(first, logprobs=delta.logprobs[:1])
+    parts = [first]
+    for position in range(1, last + 1):
+        logprobs = None if delta.logprobs is None else [delta.logprobs[position]]
+        parts.append(Delta(delta.request, [delta.token_ids[position]], logprobs=logprobs))
+    parts[-1] = msgspec.structs.replace(
+        parts[-1], finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+    )
+    return parts

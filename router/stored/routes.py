@@ -1,0 +1,37 @@
+"""Routes of stored, background and resumable answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.routing import Route
+
+from router.config import HttpConfig
+from router.stored.responses import StoredResponses
+from router.stored.runs import Handler, Runs
+from router.stored.streams import Streams
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "messages": "/v1/messages",
+}
+"""Paths whose streams may be resumable, by the name of their handler."""
+
+
+def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler]) -> list[Route]:
+    """Routes that stand before those of the same paths without a store."""
+    streams = Streams(runs, config)
+    responses = StoredResponses(runs, streams, config, handlers["responses"])
+    return [
+        *(
+            Route(path, streams.resumable(kind, handlers[kind]), methods=["POST"])
+            for kind, path in PATHS.items()
+        ),
+        Route("/v1/streams/{id}", streams.resume, methods=["GET"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.get, methods=["GET"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items, methods=["GET"]),
+    ]

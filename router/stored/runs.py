@@ -1,0 +1,443 @@
+"""Runs of stored answers, each in a task that no connection ends.
+
+A run is begun by a request, or adopted from the store: to follow the router that owns it, and to go on in its
+place once that is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from enum import StrEnum
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Scope
+
+from router.api.stored_terms import StoredTerms
+from router.errors import ApiError, error_body, from_mesh, unexpected
+from router.ids import repeat_ids
+from router.mesh import Mesh, MeshError
+from router.stored.event_log import EventLog
+from router.stored.journal import Journal, JournalMesh
+from router.stored.store import AnswerState, AnswerStore, StoredAnswer, StoreUnusable, unpacked
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+SWEEP_SECONDS = 0.5
+"""Interval at which dead routers, cancelled answers and readers that stay away are looked for."""
+FOLLOW_SECONDS = 0.05
+"""Interval at which a run follows another router's tokens."""
+EXPIRY_SECONDS = 60.0
+RETRY_SECONDS = 0.5
+"""Pause of an adopted run that no instance takes."""
+REPEATED_HEADERS = (b"x-data-parallel-rank", b"x-session-affinity", b"x-session-id", b"x-lockstep-capsule")
+"""Request headers that change an answer or its instance; ``x-request-timeout`` is for one connection."""
+
+
+class Purpose(StrEnum):
+    """Why an answer is stored."""
+
+    STORED = "stored"
+    """Its client wants it again later."""
+    BACKGROUND = "background"
+    """As ``STORED``, and no client waits."""
+    RESUMABLE = "resumable"
+    """Its client may lose the connection."""
+
+
+class RunRequest(msgspec.Struct, frozen=True):
+    """A request as it can be run again, at any router."""
+
+    kind: str
+    """Name of its handler."""
+    body: bytes
+    headers: list[tuple[bytes, bytes]]
+    request_id: str
+    key: int
+    """Number of the client's API key."""
+    created: int
+    """Seconds since 1970."""
+    seed: int
+    purpose: Purpose
+    model: str
+    """Fingerprint of the model that answers: tokens of another one cannot be continued."""
+
+
+class NewAnswer(msgspec.Struct, frozen=True):
+    """A request for an answer that is to be stored."""
+
+    kind: str
+    """Name of its handler."""
+    id: str
+    client_id: str
+    """Its id without what the API puts before."""
+    purpose: Purpose
+    body: bytes
+    items: bytes = b""
+    """Items of the conversation that it answers, in JSON."""
+
+
+class RouterEnds(Exception):
+    """The router ends, and its connections with it: readers go on at another one."""
+
+
+class Run:
+    """One answer that is being made, and the readers of its stream."""
+
+    def __init__(self, id: str, tenant: str, request: RunRequest, *, owned: bool) -> None:
+        self.id = id
+        self.tenant = tenant
+        self.request = request
+        self.log = EventLog(None if request.kind == "responses" else id)
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Headers of the stream, once its first event is there."""
+        self.owned = owned
+        """Whether this router makes it, rather than following another one."""
+        self.task: asyncio.Task[None] | None = None
+        self.cancelled = False
+        self._readers = 0
+        self._left_at = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id}: {self.log}, {self._readers} readers>"
+
+    @classmethod
+    def ended(cls, row: StoredAnswer, events: list[bytes]) -> Run:
+        """An answer that has ended, as a run with all its events."""
+        run = cls(row.id, row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False)
+        run.log.replace(events)
+        return run
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[None]:
+        """Context of a client that reads the stream."""
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            self._left_at = time.monotonic()
+
+    def is_left(self, window: float) -> bool:
+        """Whether nobody has read a stream for so many seconds that somebody should read."""
+        waits = self.request.purpose is Purpose.RESUMABLE or not self.owned
+        return waits and not self._readers and time.monotonic() - self._left_at > window
+
+
+class Runs:
+    """All runs of this router."""
+
+    def __init__(
+        self, store: AnswerStore, mesh: Mesh, handlers: Mapping[str, Handler], *, window: float, ttl: float
+    ) -> None:
+        """``window``: seconds that a resumable stream waits for its client; ``ttl``: that others are kept."""
+        self.store = store
+        self._mesh = mesh
+        self._handlers = handlers
+        self._window = window
+        self._ttl = ttl
+        self._runs: dict[str, Run] = {}
+        self._is_closing = False
+        self._complaint = ""
+
+    def __repr__(self) -> str:
+        return f"<Runs {list(self._runs)}>"
+
+    # ---- begin, find
+
+    async def begin(self, request: Request, new: NewAnswer) -> Run:
+        """Begin a new answer.
+
+        Raises:
+            ApiError, MeshError: the request is refused.
+            StoreFull, StoreUnusable, AnswerExists: it cannot be stored.
+        """
+        again = RunRequest(
+            kind=new.kind,
+            body=new.body,
+            headers=[each for each in request.scope["headers"] if each[0] in REPEATED_HEADERS],
+            request_id=new.client_id,
+            key=getattr(request.state, "key", 0),
+            created=int(time.time()),
+            seed=random.SystemRandom().getrandbits(63),
+            purpose=new.purpose,
+            model=self._fingerprint(),
+        )
+        tenant = tenant_of(request)
+        run = Run(new.id, tenant, again, owned=True)
+        row = StoredAnswer(
+            id=new.id,
+            tenant=tenant,
+            created=time.time(),
+            expires=self._expiry(again),
+            state=AnswerState.RUNNING,
+            owner=self.store.owner,
+            request=msgspec.msgpack.encode(again),
+            input=new.items,
+        )
+        await self.store.begin(row)
+        journal = Journal(new.id, self.store, [], None)
+        try:
+            response, scope = await self._handled(run, journal)
+        except BaseException:
+            await self.store.delete(new.id)
+            raise
+        self._start(run, self._made(run, response, scope))
+        return run
+
+    async def find(self, id: str, tenant: str) -> Run | None:
+        """The running answer of this id; one of another router is followed."""
+        if (run := self._runs.get(id)) is not None:
+            return run if run.tenant == tenant else None
+        row = await self.store.get(id, tenant)
+        if row is None or row.state is not AnswerState.RUNNING:
+            return None
+        return self._runs.get(id) or self._adopt(row)
+
+    def _adopt(self, row: StoredAnswer) -> Run:
+        run = Run(row.id, row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False)
+        self._start(run, self._followed(run))
+        return run
+
+    async def cancel(self, id: str, answer: bytes) -> None:
+        """Cancel an answer, wherever it runs; ``answer`` is what is left of it."""
+        await self.store.cancel(id, answer)
+        if (run := self._runs.get(id)) is not None:
+            self._stop(run)
+
+    async def delete(self, id: str) -> None:
+        """Delete an answer; one that runs ends."""
+        if (run := self._runs.get(id)) is not None:
+            self._stop(run)
+        await self.store.delete(id)
+
+    def complain(self, error: Exception) -> None:
+        """Log why an answer is not stored, once until it is another reason."""
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            logger.error("answers are not stored: %s", error)
+
+    # ---- run
+
+    def _start(self, run: Run, work: Awaitable[None]) -> None:
+        self._runs[run.id] = run
+
+        async def whole() -> None:
+            repeat_ids(run.request.seed)
+            try:
+                await work
+            except StoreUnusable as error:
+                logger.error("answer %s is lost for later readers: %s", run.id, error)
+                run.log.end(None if run.log.events else ApiError(503, "The store of answers fails."))
+            except Exception:
+                logger.exception("the run of answer %s failed", run.id)
+                run.log.end(None if run.log.events else unexpected())
+                if run.owned:  # else the next one would fail in the same way
+                    await self._store_end(run, unexpected())
+            finally:
+                self._runs.pop(run.id, None)
+
+        run.task = asyncio.create_task(whole())
+
+    def _stop(self, run: Run) -> None:
+        run.cancelled = True
+        if run.task is not None:
+            run.task.cancel()
+        run.log.end()
+
+    async def _handled(self, run: Run, journal: Journal) -> tuple[Response, Scope]:
+        """The response that will stream the answer, and the scope to call it with."""
+        again = run.request
+        terms = StoredTerms(again.created, again.seed, JournalMesh(self._mesh, journal))
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", again.request_id.encode())]
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/",
+            "query_string": b"",
+            "headers": [*headers, *again.headers],
+            "state": {"key": again.key, "request_id": again.request_id, "stored": terms},
+        }
+        sent = False
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                await asyncio.get_running_loop().create_future()  # nobody hangs up
+            sent = True
+            return {"type": "http.request", "body": again.body, "more_body": False}
+
+        return await self._handlers[again.kind](Request(scope, receive)), scope
+
+    async def _made(self, run: Run, response: Response, scope: Scope, *, retries: bool = False) -> None:
+        """Generate an answer to its end.
+
+        Raises:
+            _Unavailable: no instance takes it, and ``retries``.
+        """
+
+        async def never() -> Message:
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError("nobody hangs up")
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                run.headers = list(message["headers"])
+            else:
+                run.log.write(message["body"])
+
+        error: ApiError | None = None
+        try:
+            await response(scope, never, send)
+        except MeshError as raised:
+            error = from_mesh(raised)
+        except ApiError as raised:
+            error = raised
+        if self._is_closing:
+            return
+        if error is not None and error.status == 503 and retries:
+            raise _Unavailable from error
+        await self._store_end(run, error)
+        run.log.end(error)
+
+    async def _store_end(self, run: Run, error: ApiError | None) -> None:
+        state, answer = (AnswerState.FAILED, error_body(error)) if error is not None else outcome_of(run)
+        await self.store.end(run.id, state, self._expiry(run.request), answer, run.log.events)
+
+    async def _followed(self, run: Run) -> None:
+        """Follow another router's run, and go on with it once that router is dead."""
+
+        async def continues() -> bool:
+            if await self.store.claim(run.id):
+                run.owned = True
+                logger.info("goes on with answer %s, whose router is gone", run.id)
+                return False
+            await asyncio.sleep(FOLLOW_SECONDS)
+            return True
+
+        watching = asyncio.create_task(self._ended_elsewhere(run))
+        try:
+            while not run.log.has_ended:
+                making = asyncio.create_task(self._remade(run, continues))
+                await asyncio.wait((making, watching), return_when=asyncio.FIRST_COMPLETED)
+                if not making.done():
+                    making.cancel()
+                    await asyncio.gather(making, return_exceptions=True)
+                    return
+                try:
+                    making.result()
+                except _Unavailable:
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            watching.cancel()
+
+    async def _remade(self, run: Run, continues: Callable[[], Awaitable[bool]]) -> None:
+        run.log.rewind()
+        repeat_ids(run.request.seed)
+        if run.request.model != self._fingerprint():
+            if not await continues():
+                error = ApiError(409, "The model has changed since this answer began.")
+                await self._store_end(run, error)
+                run.log.end(error)
+            return
+        journal = Journal(run.id, self.store, await self.store.tokens(run.id, 0), continues)
+        try:
+            response, scope = await self._handled(run, journal)
+        except MeshError as error:
+            raise _Unavailable from error
+        await self._made(run, response, scope, retries=True)
+
+    async def _ended_elsewhere(self, run: Run) -> None:
+        """Wait until another router has ended the answer, then take its events from the store."""
+        while True:
+            row = await self.store.get(run.id, None)
+            if row is None or (row.state is not AnswerState.RUNNING and not run.owned):
+                run.log.replace(unpacked(row.events) if row is not None and row.events else run.log.events)
+                return
+            await asyncio.sleep(FOLLOW_SECONDS)
+
+    # ---- beside them
+
+    async def keep(self) -> None:
+        """Take over answers of dead routers, and end those that nobody wants, until cancelled."""
+        expired_at = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                await self._sweep()
+                if time.monotonic() - expired_at > EXPIRY_SECONDS:
+                    expired_at = time.monotonic()
+                    await self.store.expire()
+            except StoreUnusable as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(10 * SWEEP_SECONDS)
+
+    async def _sweep(self) -> None:
+        for run in list(self._runs.values()):
+            if run.is_left(self._window):
+                logger.info("nobody has come back for the stream %s: it ends", run.id)
+                self._stop(run)
+                if run.owned:
+                    await self.store.delete(run.id)
+            elif run.owned and await self._is_over(run.id):
+                self._stop(run)
+        if self._mesh.healthy and self._mesh.model is not None:
+            for row in await self.store.orphans():
+                if row.id not in self._runs:
+                    self._adopt(row)
+
+    async def _is_over(self, id: str) -> bool:
+        """Whether another router has cancelled or deleted an answer."""
+        row = await self.store.get(id, None)
+        return row is None or row.state is not AnswerState.RUNNING
+
+    def close(self) -> None:
+        """End all runs, but leave them in the store: other routers go on with them."""
+        self._is_closing = True
+        for run in list(self._runs.values()):
+            if run.task is not None:
+                run.task.cancel()
+            run.log.end(RouterEnds())
+
+    def _fingerprint(self) -> str:
+        return self._mesh.model.fingerprint if self._mesh.model is not None else ""
+
+    def _expiry(self, again: RunRequest) -> float:
+        return time.time() + (self._window if again.purpose is Purpose.RESUMABLE else self._ttl)
+
+
+class _Unavailable(Exception):
+    """No instance takes the answer now."""
+
+
+def outcome_of(run: Run) -> tuple[AnswerState, bytes | None]:
+    """How an answer ended, and the whole of it if its last event has that."""
+    if run.request.kind != "responses":
+        return AnswerState.DONE, None
+    _, _, last = run.log.events[-1].partition(b"data: ")
+    event = msgspec.json.decode(last, type=_LastEvent)
+    failed = event.type == "response.failed"
+    return AnswerState.FAILED if failed else AnswerState.DONE, bytes(event.response)
+
+
+class _LastEvent(msgspec.Struct):
+    type: str
+    response: msgspec.Raw
+
+
+def tenant_of(request: Request) -> str:
+    """Digest of the API key that a client presented."""
+    headers = request.headers
+    _, _, token = headers.get("authorization", "").partition(" ")
+    key = (token.strip() or headers.get("x-api-key", "")) if hasattr(request.state, "key") else ""
+    return hashlib.sha256(b"lockstep tenant " + key.encode()).hexdigest()[:32]

@@ -1,0 +1,192 @@
+"""Stored, background and resumable answers as clients see them: a real server, a scripted mesh."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from engine.messages import FinishReason
+from router.config import HttpConfig
+from router.mesh import ServedModel
+from router.stored.store import AnswerStore
+from router.text.tokens import Tokenizer
+from tests.router.conftest import Server, ids_of, serving
+from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
+
+TEXT = " Hello world!"
+SAID = " Hello world"
+"""The text without its last token, which ends it."""
+KEYS = ("one", "two")
+
+
+clients: list[openai.OpenAI] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    yield
+    while clients:
+        clients.pop().close()
+
+
+@pytest.fixture
+def stored(served: ServedModel, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Server]:
+    store = AnswerStore(tmp_path / "answers", most_bytes=1 << 20, lasts=False)
+    config = HttpConfig(api_key=KEYS)
+    with serving(
+        FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), config, store
+    ) as server:
+        yield server
+    store.close()
+
+
+def client_of(server: Server, key: str = "one") -> openai.OpenAI:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
+    clients.append(client)
+    return client
+
+
+def get(server: Server, path: str, key: str = "one", **headers: str) -> httpx2.Response:
+    return server.client.get(path, headers={"authorization": f"Bearer {key}", **headers})
+
+
+def test_a_stored_response_is_there_for_its_key_until_deleted(stored: Server) -> None:
+    client = client_of(stored)
+    made = client.responses.create(model="tiny", input="Hello", store=True)
+    assert made.model_extra is not None
+    assert (made.output_text, made.model_extra["store"]) == (SAID, True)
+    assert client.responses.retrieve(made.id) == made
+    with pytest.raises(openai.NotFoundError) as foreign:
+        client_of(stored, "two").responses.retrieve(made.id)
+    items = client.responses.input_items.list(made.id)
+    assert [(each.role, each.content[0].text) for each in items] == [("user", "Hello")]  # type: ignore[union-attr]
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError) as deleted:
+        client.responses.retrieve(made.id)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.responses.retrieve("resp_nobody")
+    assert foreign.value.message == deleted.value.message == unknown.value.message
+
+
+def test_a_stream_can_be_read_again_behind_any_event(stored: Server) -> None:
+    client = client_of(stored)
+    events = list(client.responses.create(model="tiny", input="Hello", store=True, stream=True))
+    id = events[0].response.id  # type: ignore[union-attr]
+    for after in (0, 3, len(events) - 1):
+        again = list(client.responses.retrieve(id, stream=True, starting_after=after))
+        assert again == events[after + 1 :]
+    with pytest.raises(openai.BadRequestError, match="there is nothing after"):
+        client.responses.retrieve(id, stream=True, starting_after=len(events) + 5)
+
+
+def test_a_response_continues_another(stored: Server) -> None:
+    client = client_of(stored)
+    first = client.responses.create(model="tiny", input="Hello", store=True)
+    second = client.responses.create(model="tiny", input="again", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    whole = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "again"},
+    ]
+    client.responses.create(model="tiny", input=whole)  # type: ignore[arg-type]
+    *_, continued, spelled_out = stored.mesh.prompts
+    assert continued.prompt_ids == spelled_out.prompt_ids
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="tiny", input="again", previous_response_id="resp_nobody")
+
+
+def test_a_response_in_the_background_is_polled_and_cancelled(stored: Server) -> None:
+    client = client_of(stored)
+    stored.mesh.delay = 0.2
+    slow = client.responses.create(model="tiny", input="Hello", background=True)
+    assert slow.status == "queued"
+    assert client.responses.retrieve(slow.id).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="is running, not done"):
+        client.responses.create(model="tiny", input="again", previous_response_id=slow.id)
+    for _ in range(2):
+        assert client.responses.cancel(slow.id).status == "cancelled"
+    stored.wait_until_idle()
+    stored.mesh.delay = 0.0
+    done = client.responses.create(model="tiny", input="Hello", background=True)
+    until(lambda: client.responses.retrieve(done.id).status == "completed")
+    assert client.responses.retrieve(done.id).output_text == SAID
+    assert client.responses.cancel(done.id).status == "completed"
+    stored_one = client.responses.create(model="tiny", input="Hello", store=True)
+    with pytest.raises(openai.BadRequestError, match="background: true"):
+        client.responses.cancel(stored_one.id)
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "completions", "messages"])
+def test_a_resumable_stream_goes_on_behind_any_event_for_all_readers(stored: Server, api: str) -> None:
+    stored.mesh.delay = 0.02
+    body = {"model": "tiny", "stream": True, "max_tokens": 8}
+    body |= (
+        {"prompt": "Hello"} if api == "completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+    )
+    headers = {"authorization": "Bearer one", "x-lockstep-resumable": "1", "x-request-id": "mine"}
+    url = f"/v1/{api}"
+    with stored.client.stream("POST", url, json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        next(answer.iter_bytes())  # and goes away
+    id = {"chat/completions": "chatcmpl-mine", "completions": "cmpl-mine", "messages": "msg_mine"}[api]
+    found: list[bytes] = []
+    readers = [
+        threading.Thread(target=lambda: found.append(get(stored, f"/v1/streams/{id}").content))
+        for _ in range(3)
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert found[0] == found[1] == found[2]
+    events = [each + b"\n\n" for each in found[0].split(b"\n\n")[:-1]]
+    assert [each.splitlines()[0] for each in events] == [
+        f"id: {id}-{number}".encode() for number in range(len(events))
+    ]
+    for count in (1, len(events) - 1):
+        rest = get(stored, f"/v1/streams/{id}", **{"last-event-id": f"{id}-{count - 1}"})
+        assert rest.content == b"".join(events[count:])
+    assert get(stored, f"/v1/streams/{id}?after={len(events) + 9}").status_code == 400
+    assert get(stored, f"/v1/streams/{id}?after=x").status_code == 400
+    assert get(stored, f"/v1/streams/{id}", "two").status_code == 404
+    again = stored.client.post(url, json=body, headers=headers)
+    assert (again.status_code, "another request id" in again.text) == (409, True)
+
+
+def test_a_refused_request_is_not_stored(stored: Server) -> None:
+    client = client_of(stored)
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(
+            model="tiny", input="Hello", store=True, temperature=-1, extra_headers={"x-request-id": "bad"}
+        )
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_bad")
+    wrong = stored.client.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": "Hello", "stream": True},
+        headers={"authorization": "Bearer one", "x-lockstep-resumable": "yes"},
+    )
+    assert (wrong.status_code, "X-Lockstep-Resumable" in wrong.text) == (400, True)
+
+
+def test_a_full_store_costs_background_responses_only(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    store = AnswerStore(tmp_path / "answers", most_bytes=1, lasts=False)
+    with serving(
+        FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), HttpConfig(), store
+    ) as server:
+        client = client_of(server)
+        made = client.responses.create(model="tiny", input="Hello", store=True)
+        assert made.model_extra is not None
+        assert (made.output_text, made.model_extra["store"]) == (SAID, False)
+        with pytest.raises(openai.InternalServerError, match="full or does not work"):
+            client.responses.create(model="tiny", input="Hello", background=True)
+    store.close()

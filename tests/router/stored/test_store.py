@@ -1,0 +1,115 @@
+"""The SQLite store: two routers of one file."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from router.stored.store import (
+    AnswerExists,
+    AnswerState,
+    AnswerStore,
+    StoredAnswer,
+    StoreFull,
+    StoreUnusable,
+    unpacked,
+)
+
+
+def opened(path: Path, most_bytes: int = 1 << 20) -> AnswerStore:
+    return AnswerStore(path / "answers", most_bytes=most_bytes, lasts=False)
+
+
+def answer(store: AnswerStore, id: str, *, tenant: str = "t", lasts: float = 60.0) -> StoredAnswer:
+    now = time.time()
+    return StoredAnswer(id, tenant, now, now + lasts, AnswerState.RUNNING, store.owner, b"request", b"[]")
+
+
+def dies(store: AnswerStore) -> None:
+    """What the kernel does for a killed router: its lock is free, its file still there."""
+    import os
+
+    os.close(store._lock)
+    store._lock = os.open(os.devnull, os.O_RDONLY)
+
+
+def test_life_of_an_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        store, other = opened(tmp_path), opened(tmp_path)
+        await store.begin(answer(store, "a"))
+        with pytest.raises(AnswerExists):
+            await other.begin(answer(other, "a"))
+        await asyncio.gather(*(store.append("a", number, b"%d" % number) for number in range(3)))
+        assert await other.tokens("a", 1) == [b"1", b"2"]
+        await store.end("a", AnswerState.DONE, time.time() + 60, b"{}", [b"data: 1\n\n", b"data: 2\n\n"])
+        row = await other.get("a", "t")
+        assert row is not None
+        assert (row.state, row.answer, unpacked(row.events or b"")) == (
+            AnswerState.DONE, b"{}", [b"data: 1\n\n", b"data: 2\n\n"]
+        )  # fmt: skip
+        assert await other.tokens("a", 0) == []
+        assert await other.get("a", "someone else") is None
+        await other.delete("a")
+        assert await store.get("a", "t") is None
+        store.close()
+        other.close()
+
+    asyncio.run(run())
+
+
+def test_only_the_dead_lose_their_answers_and_only_to_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        dead, *others = (opened(tmp_path) for _ in range(4))
+        await dead.begin(answer(dead, "a"))
+        assert not any([await each.claim("a") for each in others])
+        assert not await others[0].orphans()
+        dies(dead)
+        assert [each.id for each in await others[0].orphans()] == ["a"]
+        claimed = await asyncio.gather(*(each.claim("a") for each in others))
+        assert sorted(claimed) == [False, False, True]
+        assert not any([await each.orphans() for each in others])
+        for store in (dead, *others):
+            store.close()
+
+    asyncio.run(run())
+
+
+def test_room_and_expiry(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = opened(tmp_path, most_bytes=20)
+        await store.begin(answer(store, "a"))
+        await store.begin(answer(store, "b", lasts=0.0))
+        with pytest.raises(StoreFull):
+            await store.begin(answer(store, "c"))
+        await store.end("b", AnswerState.DONE, time.time() - 1, None, [])
+        assert await store.get("b", "t") is None
+        await store.begin(answer(store, "c"))
+        store.close()
+
+    asyncio.run(run())
+
+
+def test_unusable_files_are_refused_or_reported(tmp_path: Path) -> None:
+    (tmp_path / "answers").write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreUnusable):
+        opened(tmp_path)
+    (tmp_path / "answers").unlink()
+    with sqlite3.connect(tmp_path / "answers") as connection:
+        connection.execute("PRAGMA user_version = 7")
+    with pytest.raises(StoreUnusable, match="version 7"):
+        opened(tmp_path)
+    (tmp_path / "answers").unlink()
+
+    async def run() -> None:
+        store = opened(tmp_path)
+        with sqlite3.connect(tmp_path / "answers") as connection:
+            connection.execute("DROP TABLE tokens")
+        with pytest.raises(StoreUnusable):
+            await store.append("a", 0, b"")
+        store.close()
+
+    asyncio.run(run())
