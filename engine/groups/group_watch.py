@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.rounds.segments import ProcessWatch
 
-WATCH_INTERVAL = 1.0
-"""Seconds after which the watch of the others' processes looks whether it is still wanted."""
+WATCH_INTERVAL = 0.1
+"""Seconds between two looks for processes that are ending, and whether the watch is still wanted."""
 
 OnLost = Callable[[Sequence[int | None], str, str, str], None]
 """Called with lost ranks, the evidence, what noticed the loss, and the reason."""

@@ -12,10 +12,15 @@ import mmap
 import os
 import secrets
 import select
+import time
 
 import msgspec
 
+from parallel.ending_processes import is_ending
 from parallel.links.errors import CollectiveError
+
+LOOK_INTERVAL = 0.005
+"""Seconds between two looks for processes that are ending, at least."""
 
 
 class SegmentAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,22 +67,33 @@ class OwnSegment(Segment):
 
 
 class ProcessWatch:
-    """Watches for ended processes of members (a pidfd each)."""
+    """Watches for processes of members that have ended (a pidfd each), or are ending."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        """Process ids by descriptor."""
         self._poll = select.poll()
+        self._ending: set[int] = set()
+        """Descriptors of processes that were ending at the last look."""
+        self._looked_at = 0.0
 
     def add(self, rank: int, pid: int) -> None:
         descriptor = os.pidfd_open(pid)
-        self._ranks[descriptor] = rank
+        self._ranks[descriptor], self._pids[descriptor] = rank, pid
         self._poll.register(descriptor, select.POLLIN)
 
     def dead(self, wait: float = 0.0) -> list[int]:
-        """Ranks of ended processes; waits so many seconds for the first."""
-        return sorted(self._ranks[descriptor] for descriptor, _ in self._poll.poll(wait * 1000))
+        """Ranks of processes that have ended or are ending; waits for the first end."""
+        ended = {descriptor for descriptor, _ in self._poll.poll(wait * 1000)}
+        if (now := time.monotonic()) > self._looked_at + LOOK_INTERVAL:
+            self._looked_at = now
+            self._ending = {descriptor for descriptor, pid in self._pids.items() if is_ending(pid)}
+        return sorted(self._ranks[descriptor] for descriptor in ended | self._ending)
 
     def close(self) -> None:
+        self._pids.clear()
+        self._ending.clear()
         while self._ranks:
             descriptor, _ = self._ranks.popitem()
             self._poll.unregister(descriptor)

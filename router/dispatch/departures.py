@@ -20,9 +20,9 @@ from router.dispatch.pool import PooledInstance
 MOST_COPIES = 4
 """Requests of one instance whose blocks are copied at once."""
 MOST_ROUNDS = 6
-"""Copies of one request, each of what came since the one before, and each with less to copy.
+"""Copies of one request, at most.
 
-Then it is handed over, with what still lacks.
+Each has what came since the one before, and less than that. Then the request is handed over, with the rest.
 """
 MOST_MISSING = 2
 """Full blocks that a target may lack where copies bring nothing more."""

@@ -32,6 +32,8 @@ class ChildProcess:
     """Name that the launcher gave the child for registering."""
     returns: bool = False
     """Whether it was started to take over its predecessor's rank."""
+    is_reported: bool = False
+    """Whether the coordinator knows that it died."""
     is_member: bool = False
     """Whether it is in the newest view of the mesh."""
     retired: bool = False

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from coordinator.messages import View
 from coordinator.process import process
 from coordinator.rpc.handshakes import KeyRefused
+from parallel.ending_processes import ending_status
 from router.faults import FaultEvent, Faults
 from router.launcher.child_process import ChildProcess, exit_status
 from router.launcher.children import Children
@@ -31,6 +32,8 @@ COORDINATOR_FIRST = 10.0
 
 After that they start without it.
 """
+ENDING_INTERVAL = 0.1
+"""Seconds between two looks whether an instance's process is ending."""
 
 
 class Supervisor:
@@ -203,8 +206,21 @@ class Supervisor:
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
+    async def _report_ending(self, child: ChildProcess) -> None:
+        """Report an instance that dies before the system has let go of its memory and its devices."""
+        while not child.is_reported and not child.retired:
+            await asyncio.sleep(ENDING_INTERVAL)
+            status = ending_status(child.process.pid) if child.instance else None
+            if status:
+                child.is_reported = True
+                self.on_lost(child.instance, process.how_it_ended(status))
+
     async def _watch(self, child: ChildProcess) -> None:
-        status = await child.ended()
+        reporting = asyncio.create_task(self._report_ending(child))
+        try:
+            status = await child.ended()
+        finally:
+            reporting.cancel()
         self.children.remove(child)
         why = child.why_it_ended(status)
         child.last_error.close()
@@ -216,7 +232,7 @@ class Supervisor:
         log = logger.info if status == 0 else logger.error
         log("%s (pid %d) %s", child.spec.name, child.process.pid, how)
         self._last_end = f"{child.spec.name} (pid {child.process.pid}) {why}"
-        if status != 0 and child.instance:
+        if status != 0 and child.instance and not child.is_reported:
             self.on_lost(child.instance, how)
         if status != 0:
             self._record(FaultEvent.DETECTION, "process_exit", f"{child.spec.name} {how}")

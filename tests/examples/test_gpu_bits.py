@@ -48,7 +48,3 @@ def test_an_operator_that_differs_is_named(tmp_path: Path) -> None:
     assert "default: product: down" in printed
     assert "batch-invariant: all equal" in printed
     assert "(+25%)" in printed
-
-
-def test_parts_fit_nine_and_a_half_minutes() -> None:
-    assert gpu_bits.MOST_SECONDS + 10.0 <= 570.0

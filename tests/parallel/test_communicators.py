@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -528,6 +529,27 @@ def test_a_watch_tells_who_has_ended_even_before_its_parent_knows() -> None:
             time.sleep(0.001)
         assert watch.dead() == [4]
         other.kill()
+    watch.close()
+
+
+def test_a_watch_tells_who_is_ending_before_the_system_has_let_go_of_it() -> None:
+    """Here a thread outlasts the first one; a GPU's driver keeps a killed process for a second and more."""
+    end_of_thread = 93 if os.uname().machine == "aarch64" else 60
+    code = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
+        f"ctypes.CDLL(None).syscall({end_of_thread}, 0)"
+    )
+    watch = ProcessWatch()
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        watch.add(4, process.pid)
+        deadline = time.monotonic() + 20
+        while not watch.dead() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert watch.dead() == [4]
+        descriptor = os.pidfd_open(process.pid)
+        assert select.select([descriptor], [], [], 0)[0] == []
+        os.close(descriptor)
+        process.kill()
     watch.close()
 
 

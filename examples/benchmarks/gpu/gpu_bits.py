@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         short = ["--context", "40", "--steps", "3"] if options.tiny else []
         for name, flags in (("steps", []), ("steps batch-invariant", ["--batch-invariant"])):
             arguments = ["--shape", "qwen3-0.6b", *size, *rows, *short, "--seconds", "75", *flags]
-            parts.run(name, 100.0, measured(STEPS, arguments, directory, name.replace(" ", "-")))
+            parts.run(name, 100.0, measured(STEPS, arguments, directory, name))
     if "tests" not in options.without:
         marked = ["-m", "gpu"] if options.device == "cuda" else []
         parts.run("device column", 120.0, tests([*marked, TABLE], directory, "device-column"))

@@ -1,10 +1,11 @@
-"""The first ten minutes on a GPU: environment, tests, models, a peer, two instances.
+"""Speed on a GPU in nine minutes: tests of kernels, steps and prompts of models, a peer.
 
-    make gpu-first
-    make gpu-first ARGS='--device cpu --tiny'       # tries the script itself
+    python3 -m examples.benchmarks.gpu.gpu_first
+    python3 -m examples.benchmarks.gpu.gpu_first --before ../older        # beside another checkout
+    python3 -m examples.benchmarks.gpu.gpu_first --device cpu --tiny      # tries the script itself
 
 Needs torch, transformers, triton, pytest and what Lockstep needs; no network. Each part is a process with a
-time limit of its own, all together less than 590 s, so that one that hangs or crashes costs only itself.
+time limit of its own, all together less than 570 s, so that one that hangs or crashes costs only itself.
 Results are written after each part. Without a GPU nothing here says anything about one.
 """
 
@@ -31,8 +32,8 @@ from parallel.devices import cuda_devices
 from router.tools.doctor.gpu import read_triton
 
 ROOT = Path(__file__).parents[3]
-MOST_SECONDS = 580.0
-"""Ten seconds of 590 are left for ends of processes."""
+MOST_SECONDS = 560.0
+"""Ten seconds of 570 are left for ends of processes."""
 TEST_PROCESSES = min(8, (os.cpu_count() or 1) // 2)
 SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error|deselected)")
 """What the last line of tests has; after it libraries may print more."""
@@ -68,20 +69,22 @@ class Parts:
         self._output.write_text(json.dumps(self.results, indent=2))
 
 
-def environment() -> Mapping[str, str]:
+def environment(root: Path = ROOT) -> Mapping[str, str]:
     """For the parts: no interpreter, nothing from the network; packages may come by ``PYTHONPATH``."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    others = [path for path in (str(Path(each).resolve()) for each in given) if path != str(ROOT)]
+    paths = os.pathsep.join([str(root), *others])
     changed = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"} | changed
 
 
-def call(command: list[str], seconds: float, log: Path) -> Result:
+def call(command: list[str], seconds: float, log: Path, root: Path = ROOT) -> Result:
     """Run a command in a process group of its own; its end, and last lines."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
-            env=environment(),
+            cwd=root,
+            env=environment(root),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -122,14 +125,17 @@ def tests(paths: list[str], directory: Path, name: str) -> Callable[[float], Res
     return lambda seconds: call(command, seconds, directory / f"{name}.log")
 
 
-def measured(module: str, arguments: list[str], directory: Path, name: str) -> Callable[[float], Result]:
-    """A module whose numbers in a file count even if it ends badly."""
-    output = directory / f"{name}.json"
+def measured(
+    module: str, arguments: list[str], directory: Path, name: str, root: Path = ROOT
+) -> Callable[[float], Result]:
+    """A module whose numbers in a file count even if it ends badly; ``root``: the checkout that it is of."""
+    stem = name.replace(",", "").replace(" ", "-")
+    output = directory / f"{stem}.json"
 
     def part(seconds: float) -> Result:
         output.unlink(missing_ok=True)
         command = [sys.executable, "-m", module, *arguments, "--output", str(output)]
-        result = call(command, seconds, directory / f"{name}.log")
+        result = call(command, seconds, directory / f"{stem}.log", root)
         return result | (json.loads(output.read_text()) if output.exists() else {})
 
     return part
@@ -218,6 +224,10 @@ def table(results: Result) -> str:
                 f"   {row['tokens_per_s'] / row['limit_tokens_per_s']:11.1%}"
                 f"   {'' if peer is None else f'{peer:12.0f}'}".rstrip()
             )
+    for name, result in results.items():
+        for row in result.get("prompts", []):
+            if "ms" in row:
+                lines.append(f"{name:25} {row['tokens']:6} tokens {row['ms']:9.2f} ms")
     products = [row for each in results.values() for row in each.get("products", [])]
     if products:
         lines += ["", "quantised weights   rows         ms   reading ms   differs by"]
@@ -229,6 +239,38 @@ def table(results: Result) -> str:
     return "\n".join(lines)
 
 
+def run_measures(parts: Parts, options: argparse.Namespace, directory: Path) -> None:
+    """Models, products and the peer: the present checkout, and beside it the one before."""
+    size = ["--device", options.device, *(["--tiny"] * options.tiny)]
+    rows = ["--rows", "1", "4"] if options.tiny else ["--rows", "1", "32", "256"]
+    short = ["--context", "40", "--steps", "3"] if options.tiny else []
+    lengths = ["40", "100"] if options.tiny else ["64", "512", "4096", "32768"]
+    profile = ["--profile", str(directory)]
+    steps, peer = "examples.benchmarks.gpu.model_steps", "examples.benchmarks.gpu.peer_steps"
+    codes = "examples.benchmarks.gpu.coded_steps"
+    model = ["--shape", "qwen3-0.6b", *size, "--rows", "--seconds", "35", "--prompts", *lengths]
+    larger = ["--shape", "qwen3-30b-a3b", *size, *rows, *short, *profile, "--seconds", "65"]
+    smaller = ["--shape", "qwen3-0.6b", *size, *rows, *short, *profile, "--seconds", "55"]
+    for name, seconds, module, arguments in (
+        ("qwen3-0.6b", 80.0, steps, smaller),
+        ("prompts", 60.0, steps, model),
+        ("prompts without graphs", 60.0, steps, [*model, "--enforce-eager"]),
+        ("quantised products", 40.0, codes, [*size, *rows]),
+        ("qwen3-30b-a3b", 90.0, steps, larger),
+    ):
+        if name in options.without:
+            continue
+        parts.run(name, seconds, measured(module, arguments, directory, name))
+        if options.before is not None:
+            older, root = f"{name} before", options.before.resolve()
+            parts.run(older, seconds, measured(module, arguments, directory, older, root))
+    if "mesh" not in options.without:
+        parts.run("two instances", 60.0, two_instances(directory))
+    if "peer" not in options.without:  # the last one, since it may take all that is left
+        arguments = ["--shape", "qwen3-0.6b", *size, *rows, *short[:2], *(["--tokens", "6"] * options.tiny)]
+        parts.run("qwen3-0.6b peer", 80.0, measured(peer, arguments, directory, "qwen3-0.6b peer"))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -237,7 +279,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS)
-    parser.add_argument("--without", nargs="*", default=[], help="parts to leave out: tests, peer, mesh")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout to measure in turn")
+    parser.add_argument("--without", nargs="*", default=[], help="parts to leave out, by name")
     options = parser.parse_args(argv)
     output = options.output_json.resolve()
     directory = output.parent
@@ -248,23 +291,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("there is no device; --device cpu --tiny tries the script itself")
     if "tests" not in options.without:
         kernels = ["tests/engine/attention/test_triton_attention.py", "tests/engine/gpu"]
-        parts.run("triton tests", 110.0, tests(kernels, directory, "triton-tests"))
-        parts.run("gpu tests", 90.0, tests(["-m", "gpu", "tests/engine/compute"], directory, "gpu-tests"))
-    size = ["--device", options.device, *(["--tiny"] * options.tiny)]
-    rows = ["--rows", "1", "4"] if options.tiny else ["--rows", "1", "32", "256"]
-    short = ["--context", "40", "--steps", "3"] if options.tiny else []
-    profile = ["--profile", str(directory)]
-    steps, peer = "examples.benchmarks.gpu.model_steps", "examples.benchmarks.gpu.peer_steps"
-    for shape, seconds in (("qwen3-0.6b", 90.0), ("qwen3-30b-a3b", 120.0)):
-        arguments = ["--shape", shape, *size, *rows, *short, *profile, "--seconds", str(seconds - 25.0)]
-        parts.run(shape, seconds, measured(steps, arguments, directory, shape))
-    codes = "examples.benchmarks.gpu.coded_steps"
-    parts.run("quantised products", 40.0, measured(codes, [*size, *rows], directory, "quantised-products"))
-    if "mesh" not in options.without:
-        parts.run("two instances", 60.0, two_instances(directory))
-    if "peer" not in options.without:  # the last one, since it may take all that is left
-        arguments = ["--shape", "qwen3-0.6b", *size, *rows, *short[:2], *(["--tokens", "6"] * options.tiny)]
-        parts.run("qwen3-0.6b peer", 80.0, measured(peer, arguments, directory, "qwen3-0.6b-peer"))
+        parts.run("triton tests", 90.0, tests(kernels, directory, "triton-tests"))
+    run_measures(parts, options, directory)
     print(table(parts.results))
     print(f"\nall numbers: {output}")
     failed = [name for name, each in parts.results.items() if "failed" in each or each.get("status", 0) != 0]

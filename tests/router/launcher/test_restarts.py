@@ -174,6 +174,30 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
     assert supervised(supervisor, act) == 0
 
 
+def test_an_instance_that_is_ending_is_reported_before_the_system_has_let_go_of_it() -> None:
+    """Here a thread outlasts the first one; a GPU's driver keeps a killed process for a second and more."""
+    end_of_thread = 93 if os.uname().machine == "aarch64" else 60
+    code = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
+        f"ctypes.CDLL(None).syscall({end_of_thread}, 3)"
+    )
+    supervisor = Supervisor([spec("Engine", "engine", code=code), spec("Router", "router")])
+    losses: list[tuple[str, str]] = []
+    supervisor.on_lost = lambda instance, how: losses.append((instance, how))
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Engine")
+        assert pid is not None
+        supervisor.learn(view(member(0, pid)))
+        await until_async(lambda: losses)
+        assert pid_of(supervisor, "Engine") == pid, "the system has not let go of it"
+        os.kill(pid, signal.SIGKILL)
+        await until_async(lambda: pid_of(supervisor, "Engine") is None)
+        assert losses == [(f"name-{pid}", "ended with status 3")]
+
+    supervised(supervisor, act)
+
+
 def test_an_instance_whose_rank_was_taken_meanwhile_comes_back_under_any() -> None:
     refused = f"raise SystemExit({process.EXIT_REFUSED})"
     asked = list[int | None]()
