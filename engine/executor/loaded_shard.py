@@ -17,6 +17,7 @@ from engine.compute.fixed_blocks import FixedBlocks
 from engine.config import EngineConfig
 from engine.executor_contract import Progress
 from engine.gpu.coded_parameter import coded_of
+from engine.gpu.few_rows import leave_layers
 from engine.host.cores import has_gpu
 from engine.kernels.core import library
 from engine.kernels.make import KeptForms, kept_by_torch, kept_of
@@ -247,6 +248,7 @@ class LoadedShard:
 
         self._backend = "TRITON_FIXED"
         fix_experts(model.module)
+        leave_layers(model.module)
         return DeviceBlocks(model.device)
 
     @property

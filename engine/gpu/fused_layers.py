@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.gpu.coded_parameter import coded_of
-from engine.gpu.late_rotary import LATE, HeadNorm, LateRotation, hands_norms_over, hands_over
+from engine.gpu.late_rotary import LATE, LateNorm, LateRotation, hands_norms_over, hands_over
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,18 @@ CHECKED_ROWS = 5
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> dict[str, int]:
-    """Fuse layers of a loaded model; returns how many of each kind.
+@dataclass(frozen=True)
+class FusedLayers:
+    """Layers of a model that were fused."""
+
+    counts: dict[str, int]
+    """How many of each kind."""
+    merged: dict[int, MergedLinear]
+    """Products, by the id of their first layer."""
+
+
+def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> FusedLayers:
+    """Fuse layers of a loaded model.
 
     ``already``: products that were merged before.
     """
@@ -58,7 +68,7 @@ def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> dict[str, i
         "rotary embeddings": rotary,
     }
     logger.info("fused: %s", ", ".join(f"{count} {name}" for name, count in found.items()))
-    return found
+    return FusedLayers(found, {id(each.layers[0]): each for each in merged})
 
 
 # ---- norms
@@ -77,11 +87,11 @@ def _fuse_norm(module: Any, dtype: torch.dtype, seen: dict[tuple[type, int], boo
     plus_one = seen[kind]
     if plus_one is None:
         return False
-    module.forward = _Norm(module, plus_one)
+    module.forward = FusedNorm(module, plus_one)
     return True
 
 
-class _Norm:
+class FusedNorm:
     """``forward`` of a norm."""
 
     def __init__(self, module: Any, plus_one: bool) -> None:
@@ -92,15 +102,15 @@ class _Norm:
         """Rotary embeddings that take this norm of each head over, where they are computed late."""
 
     @property
-    def head_norm(self) -> HeadNorm:
-        """The same as a norm that attention computes."""
-        return HeadNorm(self._weight, self._epsilon, self._plus_one)
+    def late_norm(self) -> LateNorm:
+        """The same as a norm that another kernel computes on its way."""
+        return LateNorm(self._weight, self._epsilon, self._plus_one)
 
     def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
         if rest or more:
             return type(self._module).forward(self._module, hidden, *rest, **more)
         if self.rotary is not None and self.rotary.is_late_for(hidden):
-            LATE.keep_norm(self.head_norm)
+            LATE.keep_norm(self.late_norm)
             return hidden
         from engine.gpu import fused_launches
 
@@ -116,7 +126,7 @@ def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
     rows = torch.randn(1, CHECKED_ROWS, 2, weight.numel(), generator=torch.Generator().manual_seed(1))
     rows *= torch.logspace(0, -4, CHECKED_ROWS)[:, None, None]
     rows = rows.to(weight.device, dtype)
-    return _are_alike(lambda: _Norm(module, plus_one)(rows), lambda: module(rows))
+    return are_alike(lambda: FusedNorm(module, plus_one)(rows), lambda: module(rows))
 
 
 # ---- products with one input
@@ -166,14 +176,32 @@ class MergedLinear:
         """``product``: of inputs [..., in], with the outputs of all layers in a row."""
         self.layers, self.product = layers, product
         self._sizes = [layer.out_features for layer in layers]
+        self.norm: LateNorm | None = None
+        """Norm of the inputs of the next call, which have few rows."""
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
         for index, layer in enumerate(layers):
             layer.forward = self.part(index)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product is torch's, with weights that are not packed."""
+        return isinstance(self.product, partial) and self.product.func is F.linear
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights and bias of a plain product."""
+        assert isinstance(self.product, partial)
+        return self.product.keywords["weight"], self.product.keywords["bias"]
+
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Outputs of all merged layers, beside each other."""
-        return self.product(inputs)
+        norm, self.norm = self.norm, None
+        if norm is None:
+            return self.product(inputs)
+        from engine.gpu.layer_products import layer_product
+
+        return layer_product(inputs, *self.weights, norm=norm)
 
     def part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """``forward`` of one of the layers."""
@@ -209,7 +237,7 @@ def _fuse_gates(model: Any, merged: dict[int, MergedLinear]) -> int:
             if kind not in seen:
                 seen[kind] = _gate_of(partial(_gated_alike, module, product))
             if (tanh := seen[kind]) is not None:
-                module.forward = _GatedLayer(module, product, _Gate(tanh))
+                module.forward = GatedLayer(module, product, _Gate(tanh))
                 count += 1
         elif getattr(module, "has_gate", False) and hasattr(module, "_apply_gate"):
             if kind not in seen:
@@ -238,26 +266,36 @@ class _Gate:
         return fused_launches.gated(rows, tanh=self.tanh)
 
 
-class _GatedLayer:
+class GatedLayer:
     """``forward`` of a feed-forward layer."""
 
     def __init__(self, module: Any, product: MergedLinear, gate: _Gate) -> None:
-        self._module, self._product, self._gate = module, product, gate
+        self._module, self.product, self._gate = module, product, gate
+
+    @property
+    def down(self) -> Any:
+        """The last product."""
+        return self._module.down_proj
+
+    @property
+    def tanh(self) -> bool:
+        """Whether the activation is GELU by its tanh, else SiLU."""
+        return self._gate.tanh
 
     def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
         if rest or more:
             return type(self._module).forward(self._module, hidden, *rest, **more)
-        return self._module.down_proj(self._gate(self._product(hidden)))
+        return self._module.down_proj(self._gate(self.product(hidden)))
 
 
 def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
     """Whether a layer computes this before its last product, which workers may share."""
     first = product.layers[0]
-    rows = _random_rows(first.weight, first.in_features)
+    rows = random_rows(first.weight, first.in_features)
     last = module._modules["down_proj"]
     module._modules["down_proj"] = torch.nn.Identity()
     try:
-        return _are_alike(lambda: _Gate(tanh)(product(rows)), lambda: module(rows))
+        return are_alike(lambda: _Gate(tanh)(product(rows)), lambda: module(rows))
     finally:
         module._modules["down_proj"] = last
 
@@ -266,11 +304,11 @@ def _experts_alike(module: Any, tanh: bool) -> bool:
     weight = module.gate_up_proj
     codes = coded_of(weight)
     width = weight.shape[2 if module.is_transposed else 1] if codes is None else codes.outputs
-    rows = _random_rows(weight, width)[0]
-    return _are_alike(lambda: _Gate(tanh)(rows), lambda: module._apply_gate(rows))
+    rows = random_rows(weight, width)[0]
+    return are_alike(lambda: _Gate(tanh)(rows), lambda: module._apply_gate(rows))
 
 
-def _random_rows(like: torch.Tensor, width: int) -> torch.Tensor:
+def random_rows(like: torch.Tensor, width: int) -> torch.Tensor:
     """[1, rows, width] on the device of a weight, of its type."""
     rows = torch.randn(1, CHECKED_ROWS, width, generator=torch.Generator().manual_seed(3))
     return rows.to(like.device, like.dtype)
@@ -304,7 +342,7 @@ def _fuse_rotary(family: Any, layers: set[type]) -> int:
 
 
 def _normalise_late(model: Any) -> None:
-    """Let attention normalise queries and keys where it turns them, if our kernel does that alike."""
+    """Let attention normalise queries and keys where it turns them."""
     seen: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         norms: list[Any] = [
@@ -312,10 +350,10 @@ def _normalise_late(model: Any) -> None:
         ]
         rotary = getattr(sys.modules[type(module).__module__], ROTARY, None)
         if not (isinstance(rotary, FusedRotary) and rotary.late) or not all(
-            type(each) is _Norm for each in norms
+            type(each) is FusedNorm for each in norms
         ):
             continue
-        query, key = (each.head_norm for each in norms)
+        query, key = (each.late_norm for each in norms)
         kind = type(module), query.weight.dtype, query.epsilon, query.plus_one
         if kind not in seen:
             seen[kind] = hands_norms_over(kind[0], ROTARY) and stores_alike((query, key))
@@ -369,10 +407,10 @@ class FusedRotary:
 
             return torch.cat(fused_launches.rotate(query, key, cos, sin), dim=1)
 
-        return _are_alike(ours, lambda: torch.cat(self.plain(query, key, cos, sin), dim=1))
+        return are_alike(ours, lambda: torch.cat(self.plain(query, key, cos, sin), dim=1))
 
 
-def stores_alike(norms: tuple[HeadNorm, HeadNorm] | None = None) -> bool:
+def stores_alike(norms: tuple[LateNorm, LateNorm] | None = None) -> bool:
     """Whether one kernel normalises, turns and writes queries, keys and values as several do."""
     generator = torch.Generator().manual_seed(4)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -403,7 +441,7 @@ def stores_alike(norms: tuple[HeadNorm, HeadNorm] | None = None) -> bool:
             ]
         return torch.cat([*fused_launches.rotate(normed[0], normed[1], cos, sin), value], dim=1)[0]
 
-    return _are_alike(ours, one_by_one)
+    return are_alike(ours, one_by_one)
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor) -> bool:
@@ -420,7 +458,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor) -> bool:
     )
 
 
-def _are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor]) -> bool:
+def are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor]) -> bool:
     """Whether a kernel gives what it replaces gives, but for rounding."""
     try:
         with torch.inference_mode():

@@ -21,7 +21,7 @@ CACHES = {"cache", "past_key_value", "past_key_values"}
 
 
 @dataclass(frozen=True)
-class HeadNorm:
+class LateNorm:
     """Norm over the vector of each head."""
 
     weight: torch.Tensor
@@ -36,8 +36,8 @@ class LateRotation:
 
     cos: torch.Tensor
     sin: torch.Tensor
-    norms: tuple[HeadNorm, HeadNorm] | None = None
-    """Norms of queries and of keys, which are alike but for weights; None: there are none left to do."""
+    norms: tuple[LateNorm, LateNorm] | None = None
+    """Norms of queries and of keys, alike but for weights; None: none are left to do."""
 
 
 class LateTurns(threading.local):
@@ -47,13 +47,13 @@ class LateTurns(threading.local):
         self.on = False
         """Whether the called model may leave its queries and keys as they are."""
         self._given: tuple[torch.Tensor, torch.Tensor, LateRotation] | None = None
-        self._norms: list[HeadNorm] = []
+        self._norms: list[LateNorm] = []
 
-    def keep_norm(self, norm: HeadNorm) -> None:
+    def keep_norm(self, norm: LateNorm) -> None:
         """Keep the norm of queries, then that of keys, for the next rotation."""
         self._norms.append(norm)
 
-    def take_norms(self) -> tuple[HeadNorm, HeadNorm] | None:
+    def take_norms(self) -> tuple[LateNorm, LateNorm] | None:
         """Norms that queries and keys of the next rotation still need.
 
         Raises:

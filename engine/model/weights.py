@@ -24,6 +24,7 @@ from engine.attention.kv_codes import KVCodes
 from engine.attention.own_attention import adapt
 from engine.attention.temperature import scale_by_position
 from engine.config import ModelConfig
+from engine.gpu.few_rows import fuse_few_rows
 from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
@@ -211,7 +212,9 @@ def _read_model(
     if round_inputs(module) and share is None:
         sum_experts_in_order(module)
     if device.type == "cuda" and has_triton():
-        fuse_layers(module, coded.merged)
+        fused = fuse_layers(module, coded.merged)
+        if sharded is None:
+            fuse_few_rows(module, fused.merged)
         turn_late(module, PLAN_KEYWORD)
     with LOADING:  # angles are computed in torch's default type, which is another one while a model is made
         _fix_rope_scaling(module, _longest(info, settings))

@@ -30,9 +30,10 @@ from engine.gpu import (
     fixed_products,
     fused_launches,
     grouped_products,
+    layer_products,
 )
 from engine.gpu.coded_products import DeviceCodes
-from engine.gpu.late_rotary import HeadNorm, LateRotation
+from engine.gpu.late_rotary import LateNorm, LateRotation
 from engine.model.quantization.rounding import Rounding
 from tests.engine.gpu.compiling import META, Compiled, compiling
 from tests.nightly import NIGHTLY
@@ -159,7 +160,7 @@ class Steps:
         fused_launches.rotate(query, key, angles, angles)
         sinks = empty(sizes.heads, dtype=dtype) if sizes.has_sinks else None
         qkv = (query[0], key[0], value.transpose(1, 2)[0])
-        norms = HeadNorm(weight, 1e-6, False), HeadNorm(weight, 1e-6, False)
+        norms = LateNorm(weight, 1e-6, False), LateNorm(weight, 1e-6, False)
         for more in (
             {},
             {"turn": LateRotation(angles, angles)},
@@ -201,6 +202,23 @@ class Steps:
             pairs = grouped_products.Pairs.of(ids, sizes.experts)
             for codes in coded_matrices(sizes.inner, sizes.hidden, sizes.experts):
                 codes.product(hidden, None, pairs, gather=True)
+
+    def layer_products(self, rows: int) -> None:
+        """Products of a layer that take in what stands beside them."""
+        sizes, dtype = self.sizes, self.dtype
+        hidden, inner = (
+            empty(1, rows, sizes.hidden, dtype=dtype),
+            empty(1, rows, 2 * sizes.inner, dtype=dtype),
+        )
+        up = empty(2 * sizes.inner, sizes.hidden, dtype=dtype)
+        for plus_one in (False, True):
+            norm = LateNorm(empty(sizes.hidden, dtype=dtype), 1e-6, plus_one)
+            layer_products.layer_product(hidden, up, norm=norm)
+        down = empty(sizes.hidden, sizes.inner, dtype=dtype)
+        layer_products.layer_product(inner, down, gate=sizes.softcap is not None, residual=hidden)
+        output, bias = empty(sizes.hidden, sizes.heads * sizes.value_dim, dtype=dtype), hidden[0, 0]
+        attended = empty(1, rows, sizes.heads * sizes.value_dim, dtype=dtype)
+        layer_products.layer_product(attended, output, bias, residual=hidden)
 
     def fixed_products(self, rows: int) -> None:
         """Products of so many rows with tiles of one size: few outputs, and many."""
@@ -261,6 +279,8 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.copy_blocks(2)
         for rows in (1, 64, 8192):
             steps.coded(rows)
+        for rows in (1, 16):
+            steps.layer_products(rows)
         fixed = Steps(sizes, dtype, fixed=True)
         fixed.decode(1)
         fixed.mixed([1, 70, 9], [1000, 0, 33])
@@ -278,6 +298,8 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.sample(1)
         steps.sample(64)
         steps.copy_blocks(7)
+        for rows in (7, 32):
+            steps.layer_products(rows)
         for rows in (7, 33, 800, 1371):
             steps.coded(rows)
             fixed.fixed_products(rows)

@@ -19,7 +19,7 @@ from engine.attention.base import (
     paged_attention,
 )
 from engine.gpu import fused_launches, fused_layers
-from engine.gpu.late_rotary import LATE, HeadNorm, LateRotation, hands_norms_over, hands_over, turn_late
+from engine.gpu.late_rotary import LATE, LateNorm, LateRotation, hands_norms_over, hands_over, turn_late
 from tests.engine.tiny_models import FAMILIES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_one_kernel_gives_the_bits_of_several(
     dtype: torch.dtype, dims: tuple[int, int], plus_one: bool | None
 ) -> None:
-    """Of norms of heads too, unless ``plus_one`` is None."""
+    """With norms of heads, unless ``plus_one`` is None."""
     numbers = torch.Generator().manual_seed(3)
     tokens, heads, kv_heads, (dim, value_dim) = 5, 4, 2, dims
 
@@ -49,7 +49,7 @@ def test_one_kernel_gives_the_bits_of_several(
     wanted_keys, wanted_values = keys.clone(), values.clone()
     norms, normed = None, [query, key]
     if plus_one is not None:
-        norms = HeadNorm(draw(dim), 1e-3, plus_one), HeadNorm(draw(dim), 1e-3, plus_one)
+        norms = LateNorm(draw(dim), 1e-3, plus_one), LateNorm(draw(dim), 1e-3, plus_one)
         normed = [
             fused_launches.rms_norm(each, norm.weight, norm.epsilon, plus_one=plus_one)
             for each, norm in zip(normed, norms, strict=True)
@@ -202,7 +202,7 @@ class ScalesNorms(Straight):
 def test_only_norms_right_before_rotary_embeddings_are_late() -> None:
     kinds = (Norms, NormsAndScales, ScalesNorms, Straight)
     assert [hands_norms_over(kind, "apply_rotary_pos_emb") for kind in kinds] == [True, *[False] * 3]
-    norm = HeadNorm(torch.ones(4), 1e-6, False)
+    norm = LateNorm(torch.ones(4), 1e-6, False)
     LATE.keep_norm(norm)
     with pytest.raises(RuntimeError, match="1 norms of heads before a rotation"):
         LATE.take_norms()

@@ -14,11 +14,13 @@ from engine.attention import triton_paged
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.gpu import (
     coded_products,
+    few_rows,
     fused_launches,
     fused_layers,
     grouped_experts,
     grouped_products,
     late_rotary,
+    layer_products,
     product_choice,
 )
 from engine.model import coded_layers
@@ -112,7 +114,7 @@ def quantise(model: Any, *, rounded: bool) -> list[fused_layers.MergedLinear]:
 def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "plain") -> Counter[str]:
     """Operators and kernels of one step, by name."""
     launches = Launches()
-    for module in (triton_paged, grouped_products, coded_products, fused_launches):
+    for module in (triton_paged, grouped_products, coded_products, fused_launches, layer_products):
         monkeypatch.setattr(module, "kernels", Kernels(launches.names))
     layers = [LayerShape(8, 128, 128, None)] * config.num_hidden_layers
     cuda = torch.device("cuda")
@@ -124,7 +126,8 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "pl
         merged = [] if weights == "plain" else quantise(model, rounded=weights == "W8A8")
         if model._can_set_experts_implementation():
             model.set_experts_implementation(choose_experts_function(model))
-        fused_layers.fuse_layers(model, merged)
+        fused = fused_layers.fuse_layers(model, merged)
+        few_rows.fuse_few_rows(model, fused.merged)
         late_rotary.turn_late(model, PLAN_KEYWORD)
         index = 0
         for module in model.modules():
@@ -147,9 +150,9 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "pl
 @pytest.mark.parametrize(
     ("kind", "capability", "weights", "count"),
     [
-        ("dense", (9, 0), "plain", 12),
-        ("mixture", (9, 0), "plain", 23),
-        ("mixture", (8, 0), "plain", 21),
+        ("dense", (9, 0), "plain", 7),
+        ("mixture", (9, 0), "plain", 21),
+        ("mixture", (8, 0), "plain", 19),
         ("dense", (9, 0), "int4", 16),  # sums are cut, and their cuts added up
         ("dense", (9, 0), "W8A8", 16),  # one more for each product, which rounds its inputs
         ("mixture", (9, 0), "int4", 23),
@@ -165,7 +168,8 @@ def test_launches_per_layer(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(product_choice, "has_triton", lambda: True)
     monkeypatch.setattr(grouped_experts, "check_experts", lambda layers: None)
-    monkeypatch.setattr(fused_layers, "_are_alike", lambda ours, theirs: True)
+    for module in (fused_layers, few_rows):
+        monkeypatch.setattr(module, "are_alike", lambda ours, theirs: True)
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     make = Qwen3Config if kind == "dense" else Qwen3MoeConfig
     options = SIZES if kind == "dense" else SIZES | MIXTURE
@@ -176,6 +180,7 @@ def test_launches_per_layer(
     assert per_layer["attend"] == per_layer["rotate_and_store"] == 1
     assert not per_layer["store"]
     assert not per_layer["rotate"]
-    assert per_layer["rms_norm"] == 2, "those of heads belong to rotary embeddings"
+    norms = 2 if weights != "plain" else int(kind == "mixture")
+    assert per_layer["rms_norm"] == norms, "others belong to products, or to rotary embeddings"
     assert sum(per_layer.values()) == count <= {"dense": 20, "mixture": 30}[kind], per_layer
     assert sum((one - per_layer).values()) <= 20, one - per_layer

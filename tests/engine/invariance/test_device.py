@@ -74,7 +74,7 @@ class Cell:
             device=self.device,
         )
         if device == "cpu":  # what is done on a GPU when a model is loaded
-            fused = fused_layers.fuse_layers(self.model.module)
+            fused = fused_layers.fuse_layers(self.model.module).counts
             assert fused["norms"] >= 3
             assert fused["merged products"] >= 1
             turn_late(self.model.module, PLAN_KEYWORD)
