@@ -244,6 +244,11 @@ class MeshSleep(msgspec.Struct, frozen=True):
     gives_back: bool = False
     """Whether all stand still, so that memory may be given back."""
 
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether instances are to be without their weights now."""
+        return self.gives_back and MemoryPart.WEIGHTS in self.parts
+
 
 class WeightVersion(msgspec.Struct, frozen=True):
     """Weights of the mesh, by their number."""

@@ -203,7 +203,7 @@ class Epochs:
         why = self._reason(size, settings, now)
         if why is None:
             return None
-        is_well = self._is_well()
+        is_well = self.is_well
         if self.form is not None and not is_well:
             self.rebalancing.failed(self.form, now)
         members = self._candidates.all() if is_well else self._candidates.survivors(settings)
@@ -279,7 +279,8 @@ class Epochs:
         """Number of the weight version with which the next group steps."""
         return self._orders().weights.number
 
-    def _is_well(self) -> bool:
+    @property
+    def is_well(self) -> bool:
         """Whether the newest group has begun and goes on, as far as is known."""
         return self.form is not None and self._begun and self._failed < self.form.epoch and not self._gone()
 

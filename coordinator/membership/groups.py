@@ -127,6 +127,11 @@ class Groups:
 
     # ---- what follows
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the newest group has begun and goes on; True where there are no groups."""
+        return not self._roster.spreads or (not self.suspicions and self.epochs.is_well)
+
     def go_on(self, now: float) -> Iterator[Instruction]:
         """Act on all that is known by now: remove dead instances, form the next group."""
         self.epochs.adoption.age(now)
@@ -143,7 +148,8 @@ class Groups:
         if self.suspicions:
             return
         yield from self._look_at_ways(settings, now)
-        if self.reach.is_undecided(now):
+        sleep = self._orders.current.sleep
+        if self.reach.is_undecided(now) or (sleep is not None and sleep.lacks_weights):
             return
         self._records.follow_weights(self._orders.current.weights)
         size = self._roster.size or settings.data_parallel_size

@@ -116,7 +116,7 @@ class Registry:
             case SetPause():
                 return [Send(peer, self._orders.set_pause(message)), *self._send_orders()]
             case SetSleep():
-                answer = self._sleep.begin(message, spreads=self._roster.spreads)
+                answer = self._sleep.begin(message)
                 return [Send(peer, answer), *self._send_orders()]
             case WakeUp():
                 return [Send(peer, self._sleep.end(message)), *self._send_orders()]
@@ -194,7 +194,7 @@ class Registry:
         """Decide what follows for weights, adapters and sleep; send orders that have changed."""
         yield from self._weights.go_on(now)
         yield from self._adapters.go_on(now)
-        self._sleep.go_on()
+        self._sleep.go_on(is_settled=self._groups.is_settled)
         yield from self._send_orders()
 
     def _send_orders(self) -> Iterator[Instruction]:

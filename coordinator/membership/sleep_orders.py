@@ -13,7 +13,7 @@ import msgspec
 
 from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE
 from coordinator.membership.standing_orders import MOST_COMMANDS, Orders
-from coordinator.messages import MemoryPart, MeshSleep, OperatorAnswer, SetSleep, WakeUp
+from coordinator.messages import MemoryPart, MeshSleep, OperatorAnswer, PauseMode, SetSleep, WakeUp
 
 
 class SleepOrders:
@@ -33,13 +33,10 @@ class SleepOrders:
         sleep = self._orders.current.sleep
         return sleep is not None and not (sleep.gives_back and sleep.parts)
 
-    def begin(self, wish: SetSleep, *, spreads: bool) -> OperatorAnswer:
+    def begin(self, wish: SetSleep) -> OperatorAnswer:
         """Let the mesh fall asleep; the same command again asks whether it has."""
         orders = self._orders.current
         if wish.command != orders.sleep_command:
-            if spreads:
-                text = "instances with spread experts cannot sleep yet: see -ep"
-                return OperatorAnswer(command=wish.command, status=CONFLICT, text=text)
             if orders.update is not None and MemoryPart.WEIGHTS in wish.parts:
                 text = "new weights are prepared: wait until they are in use"
                 return OperatorAnswer(command=wish.command, status=CONFLICT, text=text)
@@ -65,10 +62,15 @@ class SleepOrders:
             self._give(sleep, wish.command)
         return self._answer(wish.command)
 
-    def go_on(self) -> None:
-        """Begin the second part of falling asleep or waking up, if it is time."""
+    def go_on(self, *, is_settled: bool) -> None:
+        """Begin the second part of falling asleep or waking up, if it is time.
+
+        ``is_settled``: whether no group of spread experts is about to form. None is while weights lack.
+        """
         sleep = self._orders.current.sleep
         if sleep is None or not self.changes or self._orders.behind():
+            return
+        if sleep.parts and not is_settled:
             return
         self._orders.change(sleep=msgspec.structs.replace(sleep, gives_back=True) if sleep.parts else None)
 
@@ -76,7 +78,10 @@ class SleepOrders:
 
     def _give(self, sleep: MeshSleep | None, command: str) -> None:
         self._overruled.append(self._orders.current.sleep_command)
-        self._orders.change(sleep=sleep, sleep_command=command)
+        pause = self._orders.current.pause
+        if sleep is not None and pause is PauseMode.WAIT:
+            pause = PauseMode.KEEP  # nobody could tell afterwards which requests had come before it
+        self._orders.change(sleep=sleep, sleep_command=command, pause=pause)
 
     def _refused(self, command: str) -> OperatorAnswer | None:
         """Why a new command cannot be obeyed now; None if it can."""

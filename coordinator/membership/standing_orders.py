@@ -14,13 +14,15 @@ import msgspec
 
 from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE
 from coordinator.membership.records import Record, Records
-from coordinator.messages import OperatorAnswer, SetPause, StandingOrders, State, is_same_but_name
+from coordinator.messages import OperatorAnswer, PauseMode, SetPause, StandingOrders, State, is_same_but_name
 
 GENERATION = 2**20
 """Step between the revisions of one coordinator process and those of the next.
 
 A coordinator begins above all revisions of its predecessors, also those that reached nobody who is here.
 """
+STEPPING = (State.READY, State.DRAINING, State.DRAINED)
+"""States of instances that compute; with spread experts a drained one computes for others until it leaves."""
 MOST_COMMANDS = 1000
 """Commands that are remembered: their senders still repeat them."""
 
@@ -92,7 +94,8 @@ class Orders:
                 text = "a later command to pause or resume has taken the place of this one"
                 return OperatorAnswer(command=wish.command, status=CONFLICT, text=text)
             self._overruled.append(self.current.command)
-            self.change(pause=wish.mode, command=wish.command)
+            waits_asleep = wish.mode is PauseMode.WAIT and self.current.sleep is not None
+            self.change(pause=PauseMode.KEEP if waits_asleep else wish.mode, command=wish.command)
         waits = self.behind()
         what = f"paused ({wish.mode})" if wish.mode is not None else "resumed"
         if not waits:
@@ -107,7 +110,7 @@ class Orders:
         late = [
             f"instance {record.rank}"
             for record in self._records.values()
-            if record.state in (State.READY, State.DRAINING) and not self._follows(record)
+            if record.state in STEPPING and not self._follows(record)
         ]
         return late if late or self._knows_all() else ["instances that have not registered again yet"]
 

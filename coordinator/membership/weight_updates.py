@@ -7,13 +7,14 @@ instances go over. Until then it can be abandoned, and nothing has changed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
 
 from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE, FAILED, UNAVAILABLE
 from coordinator.membership.records import Note, Record, Records
-from coordinator.membership.standing_orders import Orders
+from coordinator.membership.standing_orders import MOST_COMMANDS, Orders
 from coordinator.messages import (
     MemoryPart,
     OperatorAnswer,
@@ -37,6 +38,8 @@ class WeightUpdates:
         self._records = records
         self._abandoned: dict[str, str] = {}
         """Reasons by id of the update."""
+        self._overtaken: deque[str] = deque(maxlen=MOST_COMMANDS)
+        """Ids of updates whose weights were current when another one began."""
         self._watched: tuple[str, float] = ("", 0.0)
         """The update that is waited for, and until when."""
 
@@ -61,9 +64,12 @@ class WeightUpdates:
         if sleep is not None and MemoryPart.WEIGHTS in sleep.parts:
             text = "instances sleep without their weights: wake them up first, with the part weights"
             return _answer(wish.command, CONFLICT, text)
+        if not self._orders.knows_all:  # a later version may be in use
+            return _answer(wish.command, ACCEPTED, "instances have not registered again yet")
         if not self._serving():
             return _answer(wish.command, UNAVAILABLE, "no instance serves")
         version = WeightVersion(number, wish.label or str(number), wish.source, update=wish.command)
+        self._overtaken.append(orders.weights.update)
         self._orders.change(update=WeightUpdate(version, wish.in_flight))
         return _answer(wish.command, ACCEPTED, f"instances prepare {_shown(version)}")
 
@@ -107,6 +113,8 @@ class WeightUpdates:
                 text = f"{_shown(orders.weights)} are to be in use; not yet on {', '.join(waits)}"
                 return _answer(command, ACCEPTED, text)
             return _answer(command, DONE, f"{_shown(orders.weights)} are in use on all instances")
+        if command in self._overtaken:
+            return _answer(command, DONE, f"later weights have taken their place, {_shown(orders.weights)}")
         return None
 
     def _serving(self) -> list[Record]:

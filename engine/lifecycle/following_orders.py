@@ -126,7 +126,9 @@ class OrdersFollowing:
     # ---- groups of spread experts
 
     def await_weights(self, number: int, should_stop: Callable[[], bool]) -> None:
-        """Wait until the weights of a group are prepared, in a background thread.
+        """Wait until the weights of a group are here, in a background thread.
+
+        They are prepared or in use, and not given back for a sleep.
 
         Raises:
             ReadingStopped: ``should_stop`` returned True.
@@ -153,6 +155,8 @@ class OrdersFollowing:
         if number < (in_use := self._updating.report().number):
             raise RuntimeError(f"its weights {number} are older than those in use, {in_use}")
         weights = self._membership.orders.weights
+        if not self._sleeping.has_weights:
+            return False
         return number == in_use or (number == weights.number and self._updating.has(weights))
 
     def _may_switch(self) -> bool:

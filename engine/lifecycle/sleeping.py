@@ -70,6 +70,11 @@ class SleepFollowing:
         """Whether no part of the memory is given back."""
         return not self._given
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are in memory; from any thread."""
+        return MemoryPart.WEIGHTS not in self._given
+
     def follow(self, orders: StandingOrders) -> bool:
         """Give memory back, or take it back; returns whether that is done.
 

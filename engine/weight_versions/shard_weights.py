@@ -130,6 +130,8 @@ class ShardWeights:
         """
         try:
             self._check_model()
+            if self._held is not None:
+                raise WeightsRefused("spread experts (-ep) are not given back")
         except WeightsRefused as error:
             logger.warning("weights stay in memory: %s", error)
             return False

@@ -1,4 +1,4 @@
-"""Experts of another version of the weights, for an instance that holds some of each layer's.
+"""Experts of another version of the weights, where an instance holds some of each layer.
 
 They are those that it holds when the version is prepared. If the placement changes until the switch, the
 others are read when the instance enters the group that wants them.

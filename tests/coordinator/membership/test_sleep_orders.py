@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from coordinator.member_state import MemberState
 from coordinator.membership.operations import ACCEPTED, CONFLICT, DONE
 from coordinator.messages import (
     Exited,
+    GroupPlan,
     MemoryPart,
     OperatorAnswer,
     PauseMode,
     SetSleep,
     StandingOrders,
+    State,
     UpdateWeights,
     WakeUp,
 )
-from tests.coordinator.membership.test_registry import to
+from tests.coordinator.membership.test_registry import EXPERTS, register, to
 from tests.coordinator.membership.test_standing_orders import Mesh
 
 BOTH = (MemoryPart.KV_CACHE, MemoryPart.WEIGHTS)
@@ -40,6 +44,33 @@ class SleepingMesh(Mesh):
     def without(self) -> list[tuple[MemoryPart, ...]]:
         """What each instance has given back."""
         return [given_back(member.orders) for member in self.members]
+
+
+class GroupMesh(SleepingMesh):
+    """Instances with spread experts, which enter the newest group when they are let."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.plans: list[GroupPlan] = []
+
+    def join(self, name: str = "") -> MemberState:
+        asks = msgspec.structs.replace(register(name, len(self.members)), settings=EXPERTS)
+        member = MemberState(asks)
+        member.on_form = self.plans.append
+        self.members.append(member)
+        self.talk(member)
+        member.state = State.LOADED
+        member.address = member.store = f"tcp://{name}:1"
+        member.max_experts = 8
+        self.talk_all()
+        return member
+
+    def enter_newest(self) -> None:
+        plan = self.plans[-1]
+        for member in self.members:
+            member.ready_epoch, member.state = plan.epoch, State.READY
+            member.enter(plan)
+        self.talk_all()
 
 
 def given_back(orders: StandingOrders) -> tuple[MemoryPart, ...]:
@@ -126,6 +157,24 @@ def test_a_command_to_wake_a_mesh_that_does_not_sleep_is_done() -> None:
     mesh.wake()
     mesh.talk_all()
     assert mesh.wake() == DONE
+
+
+def test_no_group_is_formed_while_weights_are_given_back() -> None:
+    mesh = GroupMesh()
+    for name in "ab":
+        mesh.join(name)
+    assert mesh.plans[-1].peers[-1].instance == "b"
+    mesh.enter_newest()
+    mesh.command(SetSleep(command="s", parts=(MemoryPart.WEIGHTS,)))
+    mesh.talk_all()
+    mesh.talk_all()
+    assert all(given_back(each.orders) for each in mesh.members)
+    mesh.join("c")
+    assert len(mesh.plans[-1].peers) == 2
+    mesh.command(WakeUp(command="w"))
+    mesh.talk_all()
+    mesh.talk_all()
+    assert len(mesh.plans[-1].peers) == 3
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -167,7 +167,10 @@ def test_an_update_that_is_not_prepared_in_time_is_abandoned() -> None:
 
 
 def test_nobody_serves() -> None:
-    assert UpdatedMesh(0).update("/a").status == UNAVAILABLE
+    mesh = UpdatedMesh(0)
+    assert mesh.update("/a").status == ACCEPTED, "those that serve may not have registered yet"
+    mesh.registry.tick(mesh.now)
+    assert mesh.update("/a").status == UNAVAILABLE
 
 
 def test_an_instance_that_dies_while_it_prepares_holds_nothing_up() -> None:
@@ -305,3 +308,13 @@ def test_planted_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) 
         except AssertionError:
             return
     pytest.fail(f"nothing noticed {bug.__name__}")
+
+
+def test_a_command_that_is_asked_again_after_a_later_update_begins_nothing() -> None:
+    mesh = UpdatedMesh(1)
+    mesh.update("/a")
+    mesh.talk_all()
+    assert mesh.update("/b").status == ACCEPTED
+    mesh.talk_all()
+    assert mesh.update("/a").status == DONE
+    assert (mesh.orders.update, mesh.orders.weights.source) == (None, "/b")

@@ -11,12 +11,16 @@ from itertools import repeat
 
 from tests.simulator.elastic.apart import simulate_apart
 from tests.simulator.elastic.balanced import simulate_balanced
+from tests.simulator.elastic.ordered import simulate_ordered
 from tests.simulator.elastic.paused import simulate_paused
 from tests.simulator.elastic.world import simulate
 from tests.simulator.schedule import Violation
 
 CHUNK = 250
-KINDS = {"plain": simulate, "balanced": simulate_balanced, "apart": simulate_apart, "paused": simulate_paused}
+KINDS = {
+    "plain": simulate, "balanced": simulate_balanced, "apart": simulate_apart, "paused": simulate_paused,
+    "ordered": simulate_ordered,
+}  # fmt: skip
 
 
 def run_chunk(first: int, count: int, kind: str) -> tuple[Counter[str], str | None]:
@@ -38,6 +42,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--balanced", action="store_true", help="with experts that move for their load")
+    kinds.add_argument("--ordered", action="store_true", help="with new weights, sleeps and pauses")
     kinds.add_argument("--paused", action="store_true", help="with operators who pause the mesh")
     kinds.add_argument(
         "--apart", action="store_true", help="with real cores and tokens, partial ways and own clocks"

@@ -85,7 +85,7 @@ class BalancedWorld(World):
         form, summary = epochs.form, epochs.rebalancing.summary
         self.checker.counts["rebalancings"] += summary.changes
         self.checker.counts["failed rebalancings"] += summary.failures
-        waits = epochs.rebalancing.waits(self.now / TICKS_PER_SECOND) or not epochs._is_well()
+        waits = epochs.rebalancing.waits(self.now / TICKS_PER_SECOND) or not epochs.is_well
         if form is None or waits or self.settings.room:
             return
         size = len(form.peers)

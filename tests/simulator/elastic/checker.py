@@ -38,6 +38,8 @@ class Rule(enum.StrEnum):
     BEGUN = "an instance waits for a step that it has not begun in its group"
     NOTHING_STAYS = "an instance keeps something of a request that has ended"
     PAUSED = "a request gets a token that a pause, answered as done, holds back"
+    ASLEEP = "an instance computes while one of its group is without weights, or after a sleep was answered as done"
+    VERSIONS = "an instance steps with other weights than its group's, or with older ones than before"
     BALANCED = "an expert has fewer copies than it is to have, though all is well"
 
 

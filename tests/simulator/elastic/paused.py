@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from coordinator.membership.operations import CONFLICT, DONE
-from coordinator.messages import OperatorAnswer, PauseMode, SetPause, State
+from coordinator.messages import OperatorAnswer, OperatorCommand, PauseMode, SetPause, StandingOrders, State
 from tests.simulator.elastic.checker import Rule
 from tests.simulator.elastic.instance import Instance
 from tests.simulator.elastic.world import Request, World
@@ -54,13 +54,19 @@ class PausedInstance(Instance):
         orders = self.member_state.orders
         if self.member_state.in_effect >= orders.revision:
             return
-        self.mode = orders.pause
+        self.mode = orders.standstill
         if self.mode is not PauseMode.WAIT:
             self._late = []
         elif self.runnable:
             return
+        if not self._has_done(orders):
+            return
         self.member_state.in_effect = orders.revision
         self.say()
+
+    def _has_done(self, orders: StandingOrders) -> bool:
+        """Whether all beside the pause is done that orders ask for."""
+        return True
 
     def accept(self, request: Request, attempt: int) -> None:
         if self.mode is PauseMode.WAIT and request not in self.world.begun:
@@ -150,7 +156,7 @@ class PausedWorld(World):
         self.stopped = None
         self._ask(f"resume {self._commands}", None)
 
-    def _answer(self, wish: SetPause) -> OperatorAnswer | None:
+    def _answer(self, wish: OperatorCommand) -> OperatorAnswer | None:
         """The coordinator's answer; None while it is away."""
         if self.registry is None:
             return None
