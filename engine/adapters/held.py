@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -126,4 +128,7 @@ def held_adapters(config: LoraConfig, model: LoadedModel, sites: Sites | None) -
         return None
     held = HeldAdapters(model, sites, config.allowed_local_adapter_path)
     held.load(config.sources)
+    with contextlib.suppress(ImportError):  # beside steps it would take many seconds
+        import_module("torch.distributed.tensor")
+        import_module("peft.tuners.lora")
     return held

@@ -49,7 +49,7 @@ LOAD_TIMEOUT = 180.0
 """Seconds for an adapter to be served by all instances, or given up."""
 ASK_INTERVAL = 0.02
 """Seconds between two questions whether it is."""
-VIEW_LOOKS = 50
+VIEW_LOOKS = 250
 """Times that a router looks whether its view has an order, at that interval."""
 UPLOADS = "lockstep-loaded-adapters"
 """Directory of adapters that came as tensors, in the allowed or a temporary one."""
