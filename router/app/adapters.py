@@ -6,7 +6,6 @@ load is an order to all instances: a command to the coordinator, repeated until 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import os
@@ -16,7 +15,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from blake3 import blake3
@@ -24,16 +23,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.membership.operations import ACCEPTED, DONE
 from coordinator.messages import (
     AdapterSource,
     LoadAdapter,
     OperatorAnswer,
     OperatorCommand,
     UnloadAdapter,
-    View,
 )
 from engine.adapters.adapter_settings import CONFIG, WEIGHTS
+from router.app.ordered import BODY_LIMITS, HasView, OrderedCommands, json_answer
 from router.config import HttpConfig
 from router.errors import ApiError, ErrorKind
 from router.http.body import decoder, read_body
@@ -41,16 +39,10 @@ from router.http.large_bodies import run_sized
 
 SWITCHES = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "LOCKSTEP_ALLOW_RUNTIME_LORA_UPDATING")
 """Environment variables that open these paths on the endpoint's port."""
-BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
-"""Limits of a command's body: bytes and seconds."""
 TENSOR_LIMITS = HttpConfig(max_request_bytes=1 << 29, request_timeout=120.0)
-"""The same for a body that brings tensors."""
+"""Limits of a body that brings tensors: bytes and seconds."""
 LOAD_TIMEOUT = 180.0
 """Seconds for an adapter to be served by all instances, or given up."""
-ASK_INTERVAL = 0.02
-"""Seconds between two questions whether it is."""
-VIEW_LOOKS = 250
-"""Times that a router looks whether its view has an order, at that interval."""
 UPLOADS = "lockstep-loaded-adapters"
 """Directory of adapters that came as tensors, in the allowed or a temporary one."""
 UNLISTED_FOR = 600.0
@@ -72,13 +64,6 @@ NOT_THERE = "is no adapter: it has no"
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Place = Annotated[str, msgspec.Meta(max_length=4096)]
-
-
-class ViewedMesh(Protocol):
-    """Interface of the mesh that these endpoints use."""
-
-    @property
-    def view(self) -> View | None: ...
 
 
 class LoadRequest(msgspec.Struct):
@@ -135,10 +120,10 @@ class AdapterEndpoints:
     """Handlers of the endpoints that change the mesh's list of adapters."""
 
     def __init__(
-        self, mesh: ViewedMesh, command: Callable[[OperatorCommand], Awaitable[OperatorAnswer]]
+        self, mesh: HasView, command: Callable[[OperatorCommand], Awaitable[OperatorAnswer]]
     ) -> None:
         self._mesh = mesh
-        self._command = command
+        self._commands = OrderedCommands(mesh, command)
 
     def __repr__(self) -> str:
         return f"<AdapterEndpoints, {len(self._listed())} adapters>"
@@ -205,31 +190,14 @@ class AdapterEndpoints:
         await self._carry_out(request, UnloadAdapter(command=uuid.uuid4().hex, name=name))
 
     async def _carry_out(self, request: Request, wish: LoadAdapter | UnloadAdapter) -> None:
-        """Send a command until all instances follow, and this router, too.
-
-        It stays ordered if the client goes away.
-        """
-        text = "the coordinator has not answered"
+        """Send a command until all instances follow, and this router knows."""
         try:
-            async with asyncio.timeout(LOAD_TIMEOUT):
-                while not await request.is_disconnected():
-                    try:
-                        answer = await self._command(wish)
-                    except TimeoutError:
-                        continue  # the coordinator may be away for a moment
-                    if answer.status == DONE:
-                        break
-                    if answer.status != ACCEPTED:
-                        kind = INVALID if answer.status == 400 else None
-                        raise ApiError(answer.status, answer.text, kind=kind)
-                    text = answer.text
-                    await asyncio.sleep(ASK_INTERVAL)
-        except TimeoutError as error:
-            raise ApiError(408, f"not done after {LOAD_TIMEOUT:g} s, though it goes on: {text}") from error
-        for _ in range(VIEW_LOOKS):  # the client's next request may name it
-            if (view := self._mesh.view) is not None and wish.command in view.orders.adapters.commands:
-                return
-            await asyncio.sleep(ASK_INTERVAL)
+            await self._commands.carry_out(request, wish, LOAD_TIMEOUT)
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            raise ApiError(400, str(error), kind=INVALID) from error
+        await self._commands.see(lambda orders: wish.command in orders.adapters.commands)
 
     async def _as_sglang(self, work: Awaitable[None]) -> Response:
         """SGLang's answer to a command: what is loaded now."""
@@ -242,7 +210,7 @@ class AdapterEndpoints:
             problem, status = str(error), 400
         found = {each.name: each.path for each in self._listed()}
         answer = LoadedAdapters(success=not problem, error_message=problem, loaded_adapters=found)
-        return Response(msgspec.json.encode(answer), status, media_type="application/json")
+        return json_answer(answer, status)
 
     def _listed(self) -> tuple[AdapterSource, ...]:
         view = self._mesh.view
