@@ -76,8 +76,8 @@ def get(path: str) -> Any:
 
 
 def model() -> str:
-    """The name of the model that is served."""
-    return str(get("/v1/models")["data"][0]["id"])
+    """The name of the model that is served, or of the adapter that LOCKSTEP_MODEL names."""
+    return os.environ.get("LOCKSTEP_MODEL") or str(get("/v1/models")["data"][0]["id"])
 
 
 def needs_keys() -> None:
