@@ -20,7 +20,7 @@ from coordinator.messages import AdapterSource, State
 from engine.adapters.adapter_settings import WEIGHTS, settled
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
-from router.api.request_run import ADAPTER_DIGITS
+from router.capsule import ADAPTER_DIGITS
 from tests.mesh.harness import Command, Ports, serve, wait_until
 from tests.mesh.running.test_adapters import NAMES, Adapted
 from tests.nightly import NIGHTLY
