@@ -6,6 +6,7 @@ asked with a model without memory.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from coordinator.messages import AdapterSource
 from engine.adapters.adapter_settings import WEIGHTS, AdapterError, settled
 from engine.kernels.adapters.sites import LowRank
 from engine.model.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 """Beginning of each tensor's name, as PEFT saves a wrapped model."""
@@ -69,6 +72,7 @@ def read_adapter(source: AdapterSource, whole: Any, most_rank: int) -> Adapter:
     layers = {name: layer for name, layer in whole.named_modules() if isinstance(layer, LoraLayer)}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     parts = {_adapted(name, layer): _part(path, name, layer, tensors) for name, layer in layers.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if not _is_copy(path, name, tensor, whole)}
     if tensors:
         raise AdapterError(
             f"{path} has {len(tensors)} tensors that belong to no layer of this model: {min(tensors)}"
@@ -91,6 +95,17 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path / WEIGHTS} cannot be read: {first_line(error)}") from error
     return found
+
+
+def _is_copy(path: Path, name: str, tensor: torch.Tensor, whole: Any) -> bool:
+    """Whether a tensor is a frozen weight, saved beside the output layer's adapter."""
+    embeddings = [whole.get_input_embeddings(), whole.get_output_embeddings()]
+    found = {key.replace(f"{WITHIN}.", "."): part for key, part in whole.named_modules()}
+    layer = found.get(name.replace(f"{WITHIN}.", ".").removesuffix(".weight"))
+    if layer is None or all(layer is not each for each in embeddings) or layer.weight.shape != tensor.shape:
+        return False
+    logger.warning("%s has a copy of %s, which is ignored: the model's own is used", path, name)
+    return True
 
 
 def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -> LowRank:

@@ -16,6 +16,7 @@ from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import AdapterError, check_place, settled
 from engine.config.lora import LoraConfig
 from engine.kernels.adapters.sites import AdapterRoom, LowRank, SiteKey, Sites, keys_of
+from engine.model.sharding.shard import PassThrough
 from engine.model.weights import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class HeldAdapters:
         """
         self._allowed = allowed
         self._model, self._sites = model, sites
-        self._names = keys_of(model.module)
+        elsewhere = {id(part) for part in model.module.modules() if isinstance(part, PassThrough)}
+        self._names = {name: key for name, key in keys_of(model.module).items() if key[0] not in elsewhere}
         self._parts: dict[str, dict[SiteKey, LowRank]] = {}
         self._in_use: dict[int, str] = {}
         """Digest by number."""
@@ -91,7 +93,7 @@ class HeldAdapters:
         if other is not None:
             raise AdapterError(
                 f"adapter {source.name} adapts {other}: of this model, adapters of attention's projections, "
-                "of MLPs, and of experts that are neither spread nor cut by -tp are served"
+                "of MLPs, and, without -tp, of experts that are not spread and of the output layer are served"
             )
         return {names[name]: self._cut(name, part) for name, part in here.items()}
 

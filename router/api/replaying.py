@@ -167,7 +167,7 @@ def check_sample(wanted: ReplayRequest, served: ServedModel) -> None:
 
 
 def check_adapter(wanted: ReplayRequest, served: ServedModel) -> None:
-    """Refuse a sample of an adapter that is not served here, or was added up over other ranks.
+    """Refuse a sample of an adapter that is not served here, or of another ``-tp``.
 
     Raises:
         ApiError: see above (409).

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from engine.kernels.adapters.sites import Site
 from engine.kernels.core.operations import AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 from engine.kernels.lowering.parts import Packing
@@ -45,6 +46,8 @@ class Output:
     """Factor on the logits."""
     cap: float
     """Cap of the logits: they become cap * tanh(logits / cap); 0 for none."""
+    module: Any = None
+    """The output layer itself."""
 
 
 def output_of(module: Any, norm: Any, hidden: int) -> Output | None:
@@ -56,7 +59,9 @@ def output_of(module: Any, norm: Any, hidden: int) -> Output | None:
     bias = None if head.bias is None else head.bias.detach().to(torch.float32, copy=True)
     outputs, is_partial = head.weight.shape[0], first is not None
     factor, cap = _factor_and_cap(module, hidden)
-    return Output(norm_of(norm, hidden), head.weight, bias, outputs, first or 0, is_partial, factor, cap)
+    return Output(
+        norm_of(norm, hidden), head.weight, bias, outputs, first or 0, is_partial, factor, cap, head
+    )
 
 
 class _Outputs(MoeModelOutputWithPast):  # type: ignore[misc]
@@ -104,6 +109,10 @@ class PackedOutput:
     def __init__(self, output: Output, packing: Packing) -> None:
         self.output = output
         self.head = packing.packer.panels(output.head, multiple=32)
+        is_whole = output.module is not None and not output.is_partial
+        site = Site((output.module,), (output.vocab,), output.head.shape[1]) if is_whole else None
+        self.site = packing.site(site)
+        """Adapters of it, where no other rank has a part."""
 
     def write(self, writer: Writer) -> None:
         """Write operations for the selected rows' logits and their most likely tokens."""
@@ -111,8 +120,10 @@ class PackedOutput:
         if not writer.rows:
             writer.select()
         writer.norm(output.norm, buffers.last)
+        added = writer.adapted(self.site, buffers.last)
         writer.add(
             OperationKind.LINEAR,
+            added=added,
             into=writer.rounded(buffers.last, self.head, writer.hidden),
             out=buffers.logits,
             weights=self.head,

@@ -25,7 +25,9 @@ def make_adapter(model: Path, directory: Path, seed: int = 0, **settings: Any) -
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    adapted.save_pretrained(directory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(directory)
     return adapted.eval()
 
 

@@ -14,7 +14,9 @@ import torch
 
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
-from tests.engine.adapters.made_adapters import make_adapter
+from router.capsule import FIELD
+from router.tools.replay.command import main as replay
+from tests.engine.adapters.made_adapters import PROJECTIONS, make_adapter
 from tests.engine.states.models import make_servable_model
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
@@ -31,11 +33,11 @@ TOKENS = 120
 class Adapted:
     """A tiny model, three adapters, and what transformers and PEFT generate with each."""
 
-    def __init__(self, directory: Path) -> None:
-        self.model = make_servable_model(directory / "model", "llama")
+    def __init__(self, directory: Path, family: str = "llama", **settings: Any) -> None:
+        self.model = make_servable_model(directory / "model", family)
         self.places = {name: directory / name for name in NAMES}
         self.adapted = {
-            name: make_adapter(self.model, place, seed=number)
+            name: make_adapter(self.model, place, seed=number, **settings)
             for number, (name, place) in enumerate(self.places.items())
         }
 
@@ -126,6 +128,46 @@ def test_ranks_and_stages_have_their_parts_of_adapters(
         command.wait_for("1 instance ready")
         expected = [adapted.truth(name, prompt, TOKENS) for name, prompt in prompts()]
         assert asyncio.run(all_streams(ports)) == expected
+        answer = asyncio.run(answer_of(ports, "/v1/completions", model="one"))
+        assert answer["system_fingerprint"].endswith("-tp2")
+        assert "Traceback" not in command.log
+        assert command.stop() == 0
+
+
+ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+EXPERTS = ATTENTION | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+HEAD = {"target_modules": [*PROJECTIONS, "lm_head"]}
+DP, TP, PP, SPREAD = ("-dp", "2"), ("-dp", "1", "-tp", "2"), ("-dp", "1", "-pp", "2"), ("-dp", "2", "-ep")
+OF_FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("granitemoe", EXPERTS, PP),
+    ("qwen3_moe", ATTENTION, SPREAD),
+    *(("granitemoe", what, where) for what, where in ((EXPERTS, DP), (ATTENTION, TP), (ATTENTION, SPREAD))),
+    *(("qwen3_moe", what, where) for what, where in ((EXPERTS, DP), (EXPERTS, PP), (ATTENTION, TP))),
+    *(("qwen3", what, where) for what, where in ((HEAD, DP), ({}, TP), (HEAD, PP))),
+    *(("gemma3_text", {}, where) for where in (DP, TP, PP)),
+]
+"""Families, what adapters change there, and layouts."""
+EACH_PUSH = 2
+"""Of these, the first ones."""
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "flags"),
+    [
+        pytest.param(
+            *each, marks=[pytest.mark.nightly] * (number >= EACH_PUSH), id=" ".join((each[0], *each[2]))
+        )
+        for number, each in enumerate(OF_FAMILIES)
+    ],
+)
+def test_answers_of_families_are_those_of_peft(
+    family: str, settings: dict[str, Any], flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    adapted, ports = Adapted(tmp_path, family, **settings), Ports()
+    with adapted.serve(tmp_path / "log", ports, *flags) as command:
+        command.wait_for("2 instances ready" if "2" in flags[:2] else "1 instance ready")
+        expected = [adapted.truth(name, prompt, TOKENS) for name, prompt in prompts()]
+        assert asyncio.run(all_streams(ports)) == expected
         assert "Traceback" not in command.log
         assert command.stop() == 0
 
@@ -145,6 +187,11 @@ def test_adapters_are_models_with_a_parent(adapted: Adapted, tmp_path: Path) -> 
         ]
         assert [each.startswith(prints[0]) for each in prints] == [True] * 3
         assert len(set(prints)) == 3
+        recorded = {"X-Lockstep-Capsule": "1"}
+        answer = asyncio.run(answer_of(ports, "/v1/completions", recorded, model="one"))
+        assert answer[FIELD]["adapter"]["ranks"] == 1
+        (tmp_path / "answer.json").write_text(json.dumps(answer))
+        assert replay([str(tmp_path / "answer.json"), "--url", ports.url]) == 0
         metrics = asyncio.run(text_of(ports, "/metrics"))
         assert 'vllm:lora_requests_info{engine="0",max_lora="2"' in metrics
         missing = asyncio.run(answer_of(ports, "/v1/completions", model="four"))
@@ -152,10 +199,14 @@ def test_adapters_are_models_with_a_parent(adapted: Adapted, tmp_path: Path) -> 
         assert command.stop() == 0
 
 
-async def answer_of(ports: Ports, path: str, **body: Any) -> Any:
+async def answer_of(ports: Ports, path: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
     body |= {"prompt": [5, 6, 7], "max_tokens": 3} if body else {}
     async with aiohttp.ClientSession() as http:
-        send = http.post(f"{ports.url}{path}", json=body) if body else http.get(f"{ports.url}{path}")
+        send = (
+            http.post(f"{ports.url}{path}", json=body, headers=headers)
+            if body
+            else http.get(f"{ports.url}{path}")
+        )
         async with send as answer:
             return await answer.json()
 

@@ -22,7 +22,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
 from parallel.kernel_kinds import Kind
-from tests.engine.adapters.made_adapters import make_adapter, make_adapter_of_each_expert
+from tests.engine.adapters.made_adapters import PROJECTIONS, make_adapter, make_adapter_of_each_expert
 from tests.engine.kernels.test_kernels import BLOCK_SIZE, NUM_BLOCKS, packed_rows
 from tests.engine.native_families import make_family
 
@@ -34,9 +34,13 @@ EACH = "each expert"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {"rank_pattern": {"q_proj": 40, "down_proj": 2}, "alpha_pattern": {"v_proj": 4}},
+    "qwen3": {
+        "target_modules": [*PROJECTIONS, "lm_head"],
+        "rank_pattern": {"q_proj": 40, "down_proj": 2},
+        "alpha_pattern": {"v_proj": 4},
+    },
     "gemma2": {"use_rslora": True},
-    "cohere": {},  # pairs side by side: outputs in another order
+    "cohere": {"target_modules": [*PROJECTIONS, "lm_head"]},  # pairs side by side: outputs in another order
     "phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     "olmo2": {"target_modules": ["k_proj", "up_proj"]},
     "gemma3": {},
@@ -57,10 +61,13 @@ class Served:
         family: str,
         dtype: torch.dtype = torch.float32,
         kernels: library.KernelLibrary | None = KERNELS,
+        **config: Any,
     ) -> None:
         path = directory / "model"
         make_family(path, family.partition(",")[0])
-        self.model = load_model(read_model_info(path), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
+        self.model = load_model(
+            read_model_info(path), ModelConfig(**config), dtype=dtype, device=torch.device("cpu")
+        )
         assert kernels is not None
         decoder = recognise(self.model.module, self.model.layers, self.model.dtype)
         self.program = Program(kernels, decoder, adapters=ROOM)
@@ -144,6 +151,19 @@ def test_bits_in_bfloat16_are_those_of_a_row_alone(kind: Kind, tmp_path: Path) -
         pytest.skip(reason)
     served = Served(tmp_path, "qwen3", torch.bfloat16, library.opened(kind))
     test_a_row_has_the_same_bits_alone_and_beside_other_adapters(served)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_adapters_add_to_a_quantised_base(method: str, tmp_path: Path) -> None:
+    served = Served(tmp_path, "qwen3", torch.bfloat16, quantization=method)
+    test_a_row_has_the_same_bits_alone_and_beside_other_adapters(served)
+    found, base = (served.logits(ROWS[1:2], [number]) for number in (1, 0))
+    _, ids = packed_rows(ROWS[1:2])
+    with torch.no_grad():
+        adapted = served.truths[0](torch.from_numpy(ids)[None]).logits[0]
+        with served.truths[0].disable_adapter():
+            plain = served.truths[0](torch.from_numpy(ids)[None]).logits[0]
+    assert (found - base - (adapted - plain)).norm() < 0.5 * (adapted - plain).norm()
 
 
 def test_an_adapter_can_be_put_in_the_place_of_another(served: Served) -> None:
