@@ -65,6 +65,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """
     traceparent: str = ""
     """W3C Trace Context of the request, if anybody traces it."""
+    scored_from: int = 0
+    """First prompt token whose log-probability is wanted, where ``params.prompt_logprobs`` asks for some."""
     routed_experts: bool = False
     """Whether deltas are to have the experts of its tokens (:class:`RoutedExperts`)."""
     background: bool = False

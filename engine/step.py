@@ -36,6 +36,8 @@ class Admit(msgspec.Struct, frozen=True):
     """Number of its low-rank adapter; 0 for none."""
     adapter_digest: str = ""
     """Digest of that: what else had the number is laid aside."""
+    scored_from: int = 0
+    """First prompt token whose log-probability is wanted, if those of its prompt are."""
     keeps_experts: bool = False
     """Whether results have the experts of its tokens."""
 

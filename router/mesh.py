@@ -111,6 +111,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """W3C Trace Context to pass to the instance; empty for none."""
     repeatable: bool = False
     """Whether the same request should get the same answer: it is greedy, seeded or recorded."""
+    scored_from: int = 0
+    """First token of the prompt whose log-probability is wanted, where some are."""
     routed_experts: bool = False
     """Whether the experts of its tokens are wanted."""
     background: bool = False

@@ -144,6 +144,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Int | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
+    prompt_logprobs_from: Annotated[int, Meta(ge=0)] | None = None
+    """First prompt token whose log-probability is wanted with ``prompt_logprobs``; those before are null."""
     return_routed_experts: bool | None = None
     """Whether the answer is to have the experts of each token."""
 

@@ -258,8 +258,8 @@ class ModelRunner:
             positions = (np.repeat(positions, copies) - before).tolist()
             sampled = np.repeat(sampled, copies).tolist()
         tokens, prompt_rows = [last], self._prompt_rows(step, packed.num_single, row_ends)
-        for index, _, count in prompt_rows:
-            first = ends[index] - packed.counts[index]
+        for index, predicted, count in prompt_rows:
+            first = ends[index] - packed.counts[index] + predicted - 1 - step.starts[index]
             tokens.append(np.arange(first, first + count))
         return WantedLogits(np.concatenate(tokens), sampled, positions, prompt_rows)
 
@@ -270,9 +270,10 @@ class ModelRunner:
         for index in (*single, *range(num_single, len(row_ends))):
             admit, start = self._slots[step.slots[index]].admit, step.starts[index]
             if admit.params.prompt_logprobs is not None:
-                count = min(row_ends[index], admit.num_prompt - 1) - start
+                first = max(start + 1, admit.scored_from)
+                count = min(row_ends[index], admit.num_prompt - 1) - first + 1
                 if count > 0:
-                    found.append((index, start + 1, count))
+                    found.append((index, first, count))
         return found
 
     def _forward(

@@ -201,6 +201,8 @@ class Admission:
         most = submit.params.prompt_logprobs
         if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES - BESIDE_LOGPROBS:
             return f"{most} prompt_logprobs for each of {num_prompt} tokens are too much: ask for fewer"
+        if not 0 <= submit.scored_from <= num_prompt:
+            return f"log-probabilities are wanted from token {submit.scored_from} of {num_prompt} on"
         if submit.routed_experts and not self._keeps_experts:
             return (
                 "return_routed_experts needs a mixture of experts on native kernels without -pp, and this "

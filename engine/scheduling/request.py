@@ -132,6 +132,8 @@ class Request:
     admitted_at: float = 0.0
     """When it was first put into a step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    scored_from: int = 0
+    """First prompt token whose log-probability is wanted, where those of its prompt are."""
     routed_until: int | None = None
     """Position up to which the experts of its tokens are known; None: nobody wants them."""
     routed: list[RoutedExperts] = field(default_factory=list)
@@ -192,6 +194,15 @@ class Request:
         return whole.between(whole.first, end)
 
     @property
+    def num_before_scores(self) -> int:
+        """Tokens to compute next whose logits are not wanted, before those that give log-probabilities."""
+        return max(0, self.scored_from - 1 - self.num_computed)
+
+    def no_scores(self) -> list[TokenLogprobs | None]:
+        """Prompt log-probabilities before any is computed: None of tokens that get none."""
+        return [None] * max(1, self.scored_from)
+
+    @property
     def order(self) -> tuple[int, bool, int, int]:
         """Sort key: lower goes first.
 
@@ -222,11 +233,11 @@ class Request:
     def prefix_hashes(self, block_size: int) -> list[BlockHash]:
         """Hashes of the blocks that a request may find in the cache.
 
-        At least one token is left to compute, and prompts whose log-probabilities or experts are wanted are
-        computed whole.
+        At least one token is left to compute, and all whose log-probabilities or experts are wanted.
         """
         if self.prompt_logprobs is not None:
-            return []
+            most = 0 if self.routed_until is not None else max(0, self.scored_from - 1)
+            return self.hashes_up_to(most // block_size, block_size)
         if self.routed_until is not None:
             most = min(len(self.token_ids) - 1, self.routed_until)
             return self.hashes_up_to(most // block_size, block_size)
@@ -253,7 +264,7 @@ def from_submit(
     own_ids = frozenset(params.stop_token_ids)
     barred_ids = own_ids.union(eos_ids)
     room = max_model_len - len(submit.prompt_ids)
-    return Request(
+    request = Request(
         key=(peer, submit.request),
         request_id=submit.request_id,
         params=params,
@@ -271,9 +282,12 @@ def from_submit(
         traceparent=submit.traceparent,
         copy=submit.copy,
         blocks_at=submit.blocks_at,
-        prompt_logprobs=[None] if params.prompt_logprobs is not None and not submit.output_ids else None,
+        scored_from=submit.scored_from,
         routed_until=_known_experts(submit) if submit.routed_experts else None,
     )
+    if params.prompt_logprobs is not None and not submit.output_ids:
+        request.prompt_logprobs = request.no_scores()
+    return request
 
 
 def _known_experts(submit: Submit) -> int:

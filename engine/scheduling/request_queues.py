@@ -156,7 +156,7 @@ class RequestQueues:
         self._totals.preemptions += 1
         self._vacate(request, is_wrong=is_wrong)
         if request.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
+            request.prompt_logprobs = request.no_scores()
         self.enqueue(request)
 
     def _vacate(self, request: Request, *, is_wrong: bool = False) -> None:

@@ -95,7 +95,7 @@ class StepBudget:
         if rules.long_prefill_token_threshold:
             count = min(count, rules.long_prefill_token_threshold)
         if request.tells_prompt:
-            count = min(count, rows.prompt_logprobs)
+            count = min(count, rows.prompt_logprobs + request.num_before_scores)
         return count
 
     def took(self, step: Step, seconds: float) -> None:

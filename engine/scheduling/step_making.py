@@ -65,7 +65,7 @@ class StepRows:
         index, start = len(self.requests), request.num_computed
         self.budget -= count
         if request.tells_prompt:
-            self.prompt_logprobs -= count
+            self.prompt_logprobs -= max(0, count - request.num_before_scores)
         if new_blocks:
             self._new_blocks[index] = new_blocks
         if draft:
@@ -153,6 +153,7 @@ def admit_of(request: Request, slot: int) -> Admit:
         barred_ids=tuple(sorted(request.barred_ids)),
         adapter=request.adapter_number,
         adapter_digest=request.adapter,
+        scored_from=request.scored_from,
         keeps_experts=request.routed_until is not None,
     )
 

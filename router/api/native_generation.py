@@ -138,8 +138,8 @@ def as_completion(asked: NativeRequest, max_model_len: int) -> CompletionRequest
         fields["max_tokens"] = max(1, min(DEFAULT_MAX_TOKENS, max_model_len - length))
     if _one(asked.return_logprob, "return_logprob"):
         fields["logprobs"] = _one(asked.top_logprobs_num, "top_logprobs_num") or 0
-        if first_scored(asked) is not None:
-            fields["prompt_logprobs"] = fields["logprobs"]
+        if (start := first_scored(asked)) is not None:
+            fields |= {"prompt_logprobs": fields["logprobs"], "prompt_logprobs_from": start + 1}
     common = {
         "model": asked.model,
         "prompt": prompt,

@@ -56,8 +56,6 @@ def make_samples(
         adapter = understood.model.served.adapter_of(name)
     except LookupError as error:  # it was unloaded a moment ago
         raise no_such_model(name) from error
-    asked = understood.wanted
-    wants_experts = isinstance(asked, CompletionRequest) and asked.return_routed_experts is True
     stops = StopStrings(params.stop) if params.stop else None
     repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
@@ -75,7 +73,8 @@ def make_samples(
             priority=understood.wanted.priority or 0,
             cache_salt=understood.wanted.cache_salt or "",
             adapter=adapter,
-            routed_experts=wants_experts,
+            scored_from=min(_scored_from(understood), len(prompt.ids)),
+            routed_experts=_wants_experts(understood),
             session=terms.session,
             traceparent=terms.traceparent,
             repeatable=repeatable or params.seed is not None,
@@ -91,6 +90,19 @@ def make_samples(
                 OutputStream(index, wanted, params, tokenizer, shown=prompt, stops=stops, recorder=recorder)
             )
     return samples
+
+
+def _wants_experts(understood: Understood) -> bool:
+    wanted = understood.wanted
+    return isinstance(wanted, CompletionRequest) and wanted.return_routed_experts is True
+
+
+def _scored_from(understood: Understood) -> int:
+    """First prompt token with a log-probability; an echoed prompt has all."""
+    wanted = understood.wanted
+    if not isinstance(wanted, CompletionRequest) or wanted.echo:
+        return 0
+    return wanted.prompt_logprobs_from or 0
 
 
 def _room_for(prompt: PromptText, understood: Understood) -> int:

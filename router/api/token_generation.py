@@ -50,6 +50,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """``tokens``; ``text`` adds the text."""
     return_token_ids: bool | None = None
     """Whether the answer has the prompt's."""
+    prompt_logprobs_from: Annotated[int, Meta(ge=0)] | None = None
+    """First prompt token whose log-probability is wanted, with ``prompt_logprobs``."""
     return_routed_experts: bool | None = None
     """Whether choices have the experts of each token."""
     cache_salt: str | None = None
@@ -143,6 +145,7 @@ def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionReque
         "cache_salt": asked.cache_salt,
         "priority": asked.priority,
         "add_special_tokens": False,
+        "prompt_logprobs_from": asked.prompt_logprobs_from,
         "return_routed_experts": asked.return_routed_experts,
     }
     try:

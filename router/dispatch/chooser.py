@@ -243,8 +243,12 @@ class Chooser:
     def _blocks_of(self, entry: Entry) -> Sequence[int]:
         """Hashes of the prompt's blocks that a prefix cache may hold."""
         prompt = entry.prompt
-        is_computed_whole = prompt.params.prompt_logprobs is not None or prompt.routed_experts
-        if not self.wants_blocks or is_computed_whole:
+        most = MAX_NAMED_TOKENS
+        if prompt.routed_experts:
+            most = 0
+        elif prompt.params.prompt_logprobs is not None:
+            most = min(most, prompt.scored_from - 1)
+        if not self.wants_blocks or most <= 0:
             return ()
         if entry.blocks is None:
             ids, root, names = self._named
@@ -254,7 +258,7 @@ class Chooser:
                 return ()
             if ids is not prompt.prompt_ids or root != (prompt.root, one.weights):
                 root = prompt.root, one.weights
-                names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], one.block_size, *root)
+                names = prefix_names(prompt.prompt_ids[:most], one.block_size, *root)
                 self._named = (prompt.prompt_ids, root, names)
             entry.blocks = names
         return entry.blocks

@@ -169,6 +169,7 @@ class Entry:
             adapter=self.prompt.adapter,
             owed=self.owed,
             traceparent=self.prompt.traceparent,
+            scored_from=self.prompt.scored_from,
             routed_experts=self.prompt.routed_experts,
             background=self.prompt.background,
             blocks_at=self.blocks_at,

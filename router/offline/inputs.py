@@ -56,17 +56,25 @@ class JobMaker:
         self._chance = chance
 
     def from_prompt(
-        self, request_id: str, prompt: Any, params: SamplingParams, priority: int, adapter: str = ""
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        priority: int,
+        adapter: str = "",
+        *,
+        scored_from: int = 0,
     ) -> Job:
         """A job for a text, a list of token ids, or a dictionary with either.
 
-        ``adapter``: name of a low-rank adapter; empty for none.
+        ``adapter``: name of a low-rank adapter; empty for none. ``scored_from``: first token of the prompt
+        that is to have a log-probability, if ``params`` asks for some.
         """
         request = _request(params, priority)
         request.model = adapter or None
         text, ids, salt = _parts(prompt)
         request.prompt = text if ids is None else [*ids]
-        request.cache_salt = salt
+        request.cache_salt, request.prompt_logprobs_from = salt, scored_from
         if request.max_tokens is not None and request.max_tokens >= self._model.served.max_model_len:
             request.max_tokens = None  # as many as fit, which leave room for a prompt that is to be truncated
         check(request)

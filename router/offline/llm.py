@@ -225,9 +225,9 @@ class LLM:
     ) -> list[list[float]]:
         """Log-probabilities of answers' tokens, each behind its prompt, by the weights in use.
 
-        They cost one prefill of prompt and answer. In an invariant numerics class they are, to the bit, those
-        that the tokens had when the same weights sampled them (``SamplingParams(logprobs=0)``). A prompt and
-        its answer must be shorter than the context length.
+        They cost one prefill: of the answer, and of what no instance has cached of the prompt. In an
+        invariant numerics class they are, to the bit, those that the tokens had when the same weights sampled
+        them (``SamplingParams(logprobs=0)``). A prompt and its answer must be shorter than the context.
 
         Raises:
             ValueError: a prompt or an answer is empty or too long, or has no partner.
@@ -239,7 +239,12 @@ class LLM:
             raise ValueError("prompts and answers must have at least one token each")
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        outputs = self.generate(texts, params, use_tqdm=False)
+        maker = self._maker(self._model)
+        outputs = self._run(
+            len(texts),
+            lambda index, id: maker.from_prompt(id, texts[index], params, 0, scored_from=len(prompts[index])),
+            False,
+        )
         return [
             [entry[token].logprob for entry, token in zip(scored, answer, strict=True) if entry is not None]
             for scored, answer in zip(map(scores_of, outputs, map(len, prompts)), answers, strict=True)

@@ -78,6 +78,7 @@ def test_log_probabilities_of_prompt_and_output(server: Server, tokenizer: Token
     assert meta["input_top_logprobs"][0] is None
     assert meta["input_top_logprobs"][1] == [[-0.5, 68, text[68]], [-1.5, 67, text[67]]]
     assert len(meta["input_top_logprobs"]) == 3
+    assert server.mesh.prompts[-1].scored_from == 2, "no others are computed"
     assert meta["output_top_logprobs"][0] == [[-0.5, 71, text[71]], [-1.5, 70, text[70]]]
 
 

@@ -60,6 +60,22 @@ def test_logprobs_begin_with_the_sampled_token(server: Server) -> None:
     assert answer["prompt_logprobs"][1]["66"]["logprob"] == -1.5
 
 
+def test_log_probabilities_of_the_end_of_a_prompt(server: Server) -> None:
+    server.mesh.script = saying(IDS)
+    sampling = {"max_tokens": 1, "prompt_logprobs": 1}
+    assert ask(server, sampling_params=sampling, prompt_logprobs_from=2).status_code == 200
+    assert server.mesh.prompts[-1].scored_from == 2
+    assert ask(server, sampling_params=sampling, prompt_logprobs_from=99).status_code == 200
+    assert server.mesh.prompts[-1].scored_from == 3, "the prompt has no more"
+    body = {"prompt": [65, 66, 67], "max_tokens": 0, "prompt_logprobs": 0, "prompt_logprobs_from": 1}
+    assert server.post("/v1/completions", body).status_code == 200
+    assert server.mesh.prompts[-1].scored_from == 1
+    echoed = body | {"echo": True, "logprobs": 1}
+    assert server.post("/v1/completions", echoed).status_code == 200
+    assert server.mesh.prompts[-1].scored_from == 0, "an echoed prompt has all"
+    assert server.post("/v1/completions", body | {"prompt_logprobs_from": -1}).status_code == 400
+
+
 def test_text_comes_where_it_is_asked_for(server: Server) -> None:
     server.mesh.script = saying(IDS)
     answer = ask(server, output_mode="text").json()
