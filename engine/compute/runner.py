@@ -33,6 +33,7 @@ from parallel.tensor_parallel import TensorRank
 if TYPE_CHECKING:
     from engine.adapters.held import HeldAdapters
     from engine.compute.step_graphs import StepGraphs
+    from engine.config.speculation import SpeculativeConfig
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
     from engine.speculation.draft_model import DraftModel
@@ -146,14 +147,18 @@ class ModelRunner:
 
         return finish
 
-    def use_drafts(self, drafts: DraftModel | None, num_blocks: int) -> None:
-        """Let a model propose what may follow the newest tokens; None: none does.
+    def use_drafts(
+        self, config: SpeculativeConfig | None, drafts: DraftModel | None, num_blocks: int
+    ) -> None:
+        """Let a model propose what may follow the newest tokens; None: none here.
 
         It gets so many blocks, under the numbers of the cache's.
         """
+        assert self._program is not None
+        self._program.ends.keeps = config is not None and config.method == "mtp"  # on all workers alike
         self._drafts = drafts
         if drafts is not None:
-            drafts.allocate(num_blocks)
+            drafts.allocate(num_blocks, self._program, self._model)
 
     def _with_proposals(self, step: Step, result: StepResult) -> StepResult:
         """The result with what a model proposes behind the step's newest tokens, if one does."""

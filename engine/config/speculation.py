@@ -21,8 +21,8 @@ LONGEST_MATCH = 64
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of drafts, with vLLM's names."""
 
-    method: Literal["ngram", "draft_model"] = "ngram"
-    """What proposes tokens: the request's own text, or a small model."""
+    method: Literal["ngram", "draft_model", "mtp"] = "ngram"
+    """What proposes tokens: the request's text, a small model, or the checkpoint's MTP layer."""
     model: str = ""
     """Directory or name of the model that proposes; empty where none does."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] = 5
@@ -35,8 +35,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """With more requests running nothing is drafted; None: as long as it pays."""
 
     def __post_init__(self) -> None:
-        if self.by_model != bool(self.model):
-            needs = "needs" if self.by_model else "takes no"
+        if (self.method == "draft_model") != bool(self.model):
+            needs = "takes no" if self.model else "needs"
             raise ValueError(f'method "{self.method}" {needs} "model", the directory of one that proposes')
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
@@ -62,10 +62,10 @@ def read_config(text: str) -> SpeculativeConfig:
         if given.get("model") in NGRAM_NAMES:  # vLLM's older spelling
             given["method"] = given.pop("model")
         method = given.get("method", "draft_model" if "model" in given else None)
-        if method not in (*NGRAM_NAMES, "draft_model"):
+        if method not in (*NGRAM_NAMES, "draft_model", "mtp"):
             raise ValueError(
-                'the method must be "ngram", which drafts from the text of each request, or "draft_model", '
-                f"which drafts by a small model, not {method!r}"
+                'the method must be "ngram" (the text of each request), "draft_model" (a small model) or '
+                f'"mtp" (the checkpoint\'s own layer), not {method!r}'
             )
         given["method"] = "ngram" if method in NGRAM_NAMES else method
         lengths = [given[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]

@@ -241,7 +241,7 @@ class UniExecutor(SpreadShard):
             self._stored = native.stored
             self.adapters = held_adapters(self._config.lora, model, self._program.sites)
             self._runner = ModelRunner(model, None, block_size, self._program, adapters=self.adapters)
-            self._runner.use_drafts(self._drafts, num_blocks)
+            self._runner.use_drafts(self._config.scheduler.speculative, self._drafts, num_blocks)
             self._attention = self._program.attention
             if self._held is not None:
                 self._held.copies = KERNEL_COPIES

@@ -35,6 +35,7 @@ from engine.kernels.laid_out import LaidOut
 from engine.kernels.lowering.buffers import BufferRoom, Buffers
 from engine.kernels.lowering.writer import PartialSums, StepList, Writer, WriterFacts
 from engine.kernels.registry import LAYOUTS
+from engine.kernels.step_ends import StepEnds
 from engine.states.held import StateRows
 from engine.states.pool import Zeros, own_zeros
 from parallel.communicators.base import Communicator
@@ -91,6 +92,8 @@ class Program:
         """Lists by whether they have exchanges of experts, sums over ranks, adapters, and all rows."""
         self.kept_choices: KeptChoices | None = None
         """Experts of the tokens of the last step, if it kept them."""
+        self.ends = StepEnds()
+        """Rows that go through steps, where the stream is read or given between them."""
         self.seconds = np.zeros(len(OperationKind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
@@ -223,18 +226,23 @@ class Program:
         return self._buffers.logits[: len(wanted)]
 
     def choose(
-        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, draws: Draws = NO_DRAWS
+        self,
+        packed: PackedRows,
+        input_ids: Int64s,
+        wanted: Int64s,
+        draws: Draws = NO_DRAWS,
+        hidden: torch.Tensor | None = None,
     ) -> list[int]:
         """A token for each wanted row, drawn from :meth:`forward`'s logits or greedy.
 
         Greedy is what ``argmax`` finds. All threads take part. The arrays must not be used any more.
         """
         assert self.can_choose(len(input_ids), draws)
-        arguments, plan = self._compute(packed, input_ids, wanted, draws=draws)
+        arguments, plan = self._compute(packed, input_ids, wanted, hidden, draws)
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
-        if packed.num_single == len(packed.starts) == len(wanted):
+        if packed.num_single == len(packed.starts) == len(wanted) and not self.ends.from_rows:
             self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
             return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()
@@ -298,6 +306,7 @@ class Program:
         self.sums.agree()
         native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
         adapts = bool(step.array["num_runs"])
+        computes_all = computes_all or self.ends.keeps
         how = native, sums is self.sums.common, adapts, computes_all
         written = self._lists.get(how)
         if written is None:
@@ -341,7 +350,7 @@ class Program:
         exchange = self.exchange.current if exchanges else None
         packed, buffers = self.laid_out.packed, self._buffers
         writer = Writer(packed.most_operations, facts, self._cache, buffers, exchange, sums, self.states)
-        return packed.write(writer, exchanges=exchanges)
+        return packed.write(writer, self.ends, exchanges=exchanges)
 
     def _failure(self) -> BaseException:
         """Why a step was given up."""
@@ -393,6 +402,7 @@ class Program:
         self._lists.clear()
         self._buffers = self.sums.own = None  # gone before the new ones come
         self._buffers = Buffers(self._needs, self._room, self.exchange.make_current(self._room.own))
+        self.ends.stream = self._buffers.stream[:, : self._decoder.hidden]
 
 
 def _adapter_runs(packed: PackedRows, numbers: Int64s, wanted: Int64s) -> dict[str, Any]:

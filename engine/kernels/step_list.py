@@ -2,6 +2,7 @@
 
 What the last layer gives for a token is read only to find the token behind it. So once the keys and values
 of all tokens are in the cache, that layer goes on with those alone whose logits are wanted: of a prompt, one.
+Where a prediction layer reads it (:mod:`engine.kernels.step_ends`), all of them go on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.kernels.embedding.per_layer import PackedInput
 from engine.kernels.lowering.parts import KeptNumbers, Packing
 from engine.kernels.lowering.writer import StepList, Writer
 from engine.kernels.registry import packed_feed_forward, packed_mixer
+from engine.kernels.step_ends import StepEnds
 
 OPERATIONS_PER_LAYER = 55
 OTHER_OPERATIONS = 10
@@ -65,9 +67,9 @@ class PackedDecoder:
         """Bound of the operations of a step."""
         return OPERATIONS_PER_LAYER * len(self.layers) + OTHER_OPERATIONS
 
-    def write(self, writer: Writer, *, exchanges: bool) -> StepList:
+    def write(self, writer: Writer, ends: StepEnds, *, exchanges: bool) -> StepList:
         """The list of a step; ``exchanges``: with the exchange of experts."""
-        if self.embedding is not None:
+        if self.embedding is not None and not ends.from_rows:
             self.embedding.write(writer)
         for number, packed in enumerate(self.layers):
             is_cut = packed.mlp is not None and packed.mlp.exchanges and not exchanges

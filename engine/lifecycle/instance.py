@@ -257,7 +257,9 @@ class InstanceProcess:
             logger.info(
                 "speculative decoding: up to %d tokens of a request are %s",
                 drafts.num_speculative_tokens,
-                f"proposed by {drafts.model}" if drafts.by_model else "looked up in its own text",
+                f"proposed by {drafts.model or 'its MTP layer'}"
+                if drafts.by_model
+                else "looked up in its own text",
             )
         is_native = all(each.kernels != TORCH for each in executor.arithmetic())
         wanted = self._config.scheduler.async_scheduling

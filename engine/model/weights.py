@@ -126,17 +126,19 @@ def load_model(
     dispatch: Dispatch = "allgather_reducescatter",
     shard: Shard = WHOLE,
     before_first_run: Callable[[], None] = lambda: None,
+    reader_class: type[ModuleReader] = ModuleReader,
 ) -> LoadedModel:
     """Read a checkpoint or make random weights, and find out what the layers cache.
 
     With ``share``, only those experts are read, and the others are reached by ``dispatch``. With ``shard``,
     only that part of the model is; then all workers of a stage must run the model for the first time
     together: ``before_first_run`` returns when they do.
+    ``reader_class``: what of the checkpoint is read, and as what.
 
     Raises:
         CheckpointError: it cannot be served; the message names what is missing.
     """
-    read = _twice(lambda: _read_model(info, settings, dtype, device, share, dispatch, shard))
+    read = _twice(lambda: _read_model(info, settings, dtype, device, share, dispatch, shard, reader_class))
     before_first_run()
     if shard.is_whole:
         return _twice(lambda: _run_first(read, info, settings, dtype, device))
@@ -183,11 +185,12 @@ def _read_model(
     share: ExpertShare | None,
     dispatch: Dispatch,
     shard: Shard,
+    reader_class: type[ModuleReader],
 ) -> _ReadModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
-    reader = ModuleReader(info, settings, *class_of(info, settings), dtype)
+    reader = reader_class(info, settings, *class_of(info, settings), dtype)
     if reader.is_dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
     sharded = None

@@ -72,7 +72,12 @@ class Drafting:
         It takes in prompts meanwhile, unless proposing does not pay at the moment.
         """
         speculation = self._speculation
-        if speculation is None or not speculation.asks or speculation.is_off(len(self._queues.running)):
+        if speculation is None or not speculation.asks:
+            return
+        if speculation.follows:
+            every = (index for index, request in enumerate(rows.requests) if request.drafter is not None)
+            rows.proposes = dict.fromkeys(every, 0)
+        if speculation.is_off(len(self._queues.running)):
             return
         keys, wanting = [], []
         for index, request in enumerate(rows.requests):

@@ -27,6 +27,8 @@ class DraftPositions:
         self._stamps = [EMPTY] * num_blocks
         self._computed: dict[int, int] = {}
         """Positions whose keys and values are there, by slot."""
+        self._first: dict[int, int] = {}
+        """Position at which an incomplete context begins, by slot."""
         self._digests: dict[int, list[int]] = {}
         """Digest of the tokens up to the end of each full block, by slot."""
 
@@ -40,13 +42,11 @@ class DraftPositions:
     def forget(self, slot: int) -> None:
         """A slot has another request, or the same one anew."""
         self._computed.pop(slot, None)
+        self._first.pop(slot, None)
         self._digests.pop(slot, None)
 
     def computed(self, slot: int, tokens: Int64s, table: Int32s) -> int:
-        """Positions of a request that are there, of all but the last of its ``tokens``.
-
-        ``table``: its blocks.
-        """
+        """Positions of a request's ``tokens`` that are there; ``table``: its blocks."""
         found = self._computed.get(slot)
         if found is None:
             full = min(len(tokens) // self._block_size, len(table))
@@ -55,7 +55,16 @@ class DraftPositions:
             while found < full and self._stamps[table[found]] == digests[found]:
                 found += 1
             self._computed[slot] = found = found * self._block_size
-        return min(found, len(tokens) - 1)
+        return found
+
+    def first(self, slot: int, tokens: Int64s, table: Int32s, start: int) -> int:
+        """Position at which a context begins of which all before ``start`` cannot be computed any more.
+
+        0 if that is there. Keys of such a context count positions from there, so its blocks get no stamps.
+        """
+        if self.computed(slot, tokens, table) < start:
+            self._first[slot] = -(-start // self._block_size) * self._block_size
+        return self._first.get(slot, 0)
 
     def table(self, slot: int, table: Int32s, length: int) -> Int32s:
         """Blocks of the first ``length`` positions: the request's ``table``, then those of its slot."""
@@ -72,9 +81,9 @@ class DraftPositions:
         """
         end = min(len(tokens), len(table) * self._block_size)
         full = end // self._block_size
-        digests = self._digests_up_to(slot, tokens, full)
+        digests, first = self._digests_up_to(slot, tokens, full), self._first.get(slot, 0)
         for index in range(start // self._block_size, len(table)):
-            self._stamps[table[index]] = digests[index] if index < full else EMPTY
+            self._stamps[table[index]] = digests[index] if index < full and not first else EMPTY
         self._computed[slot] = end
 
     def _digests_up_to(self, slot: int, tokens: Int64s, full: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A small model that proposes tokens, on the native kernels.
+"""A small model, or a prediction layer, that proposes tokens on the native kernels.
 
 It runs at the end of a step, where the served model's tokens are known, in the worker that answers. What it
 proposes is only checked, so nothing here decides an answer's bits.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.weights import LoadedModel, load_model
 from engine.speculation.draft_cache import DraftPositions
+from engine.speculation.prediction_layer import PredictionInput
 from engine.step import Step, StepResult
 
 MOST_CAUGHT_UP = 256
@@ -44,6 +45,10 @@ class _Context(NamedTuple):
     """Positions that are computed."""
     wanted: int
     """Tokens to propose."""
+    first: int = 0
+    """Position at which the context begins, a multiple of the block size."""
+    begin: int = 0
+    """Index of its first token to compute among those of the step."""
 
 
 class DraftModel:
@@ -63,7 +68,14 @@ class DraftModel:
         self._slots = config.scheduler.most_requests()
         self._block_size = config.cache.block_size
         self._info = info
-        self._model: LoadedModel = load_model(info, settings, dtype=dtype, device=torch.device("cpu"))
+        self._input: PredictionInput | None = None
+        self._served: tuple[Program, Any] | None = None
+        """The served model's program and last norm, where its results are the input."""
+        if wanted.method == "mtp":
+            self._input = PredictionInput(info, settings, dtype)
+            self._model: LoadedModel = self._input.model
+        else:
+            self._model = load_model(info, settings, dtype=dtype, device=torch.device("cpu"))
         self._program: Program | None = None
         self._positions = DraftPositions(0, self._block_size, self._most)
 
@@ -81,7 +93,7 @@ class DraftModel:
         """Bytes that the kernels will take for its weights; 0 where they have them."""
         return 0 if self._program is not None else bytes_for_program(self._model, self._block_size)
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, served: Program, model: LoadedModel) -> None:
         """Make its cache for so many blocks of the served model.
 
         Raises:
@@ -94,6 +106,9 @@ class DraftModel:
                 f"--speculative-config: the native kernels do not compute {self._info.directory} "
                 f"({self._info.architecture}), as the log says: choose another draft model"
             )
+        if self._input is not None:
+            self._program.ends.keeps = self._program.ends.from_rows = True
+            self._served = served, getattr(model.module, model.module.base_model_prefix).norm
         self._positions = DraftPositions(num_blocks, self._block_size, self._most)
         self._program.use(
             NativeCache(
@@ -116,9 +131,10 @@ class DraftModel:
             self._positions.forget(admit.slot)
         if not step.proposes:
             return result
-        contexts = self._contexts(step, texts, tables, result)
+        find = self._contexts if self._input is None else self._contexts_of_step
+        contexts = find(step, texts, tables, result)
         with torch.inference_mode():
-            proposals = self._propose(contexts) if contexts else {}
+            proposals = self._propose(contexts, step.num_tokens) if contexts else {}
         seconds = time.perf_counter() - began
         return msgspec.structs.replace(result, proposals=proposals, proposal_seconds=seconds)
 
@@ -128,15 +144,11 @@ class DraftModel:
         """Requests for which it has time, those with one new token first."""
         found, left = [], step.num_tokens + MOST_CAUGHT_UP
         for row, wanted in step.proposes.items():
-            slot, length = step.slots[row], step.ends[row]
-            if row not in step.partial:
-                further = result.further.get(row)
-                known = step.starts[row] + 1 if row in step.drafts else length
-                length = known + 1 + (0 if further is None else len(further.tokens))
-            kept = length if row in step.partial else length - 1  # the newest token may have no block yet
+            slot, kept = step.slots[row], _num_computed(step, row, result)
+            length = kept + (row not in step.partial)  # the newest token may have no block yet
             table = tables[slot, : -(-kept // self._block_size)]
             tokens = texts[slot][:length]
-            start = self._positions.computed(slot, tokens, table)
+            start = min(self._positions.computed(slot, tokens, table), length - 1)
             if length + wanted > self._info.context_length or left <= 0:
                 continue
             if length - start > left:  # whole blocks, which no other request stores beside it
@@ -148,33 +160,88 @@ class DraftModel:
             found.append(_Context(row, slot, tokens, table, start, wanted))
         return sorted(found, key=lambda each: len(each.tokens) - each.start > 1)
 
-    def _propose(self, contexts: Sequence[_Context]) -> dict[int, list[int]]:
-        """Proposals by row: one token by each pass, for rows that want so many."""
-        assert self._program is not None
+    def _contexts_of_step(
+        self, step: Step, texts: Mapping[int, Int64s], tables: Int32s, result: StepResult
+    ) -> list[_Context]:
+        """Requests with what a step computed of them, each position with the token behind it."""
+        found, begins = [], np.cumsum(step.counts) - step.counts
+        for row, wanted in step.proposes.items():
+            slot, length, start = step.slots[row], _num_computed(step, row, result), step.starts[row]
+            table, tokens = tables[slot, : -(-length // self._block_size)], texts[slot][:length]
+            first = self._positions.first(slot, tokens, table, start)
+            begin = max(start, first)
+            if begin >= length or length + wanted > self._info.context_length:
+                continue
+            self._positions.fill(slot, tokens, table, begin)
+            behind, index = texts[slot][1 : length + 1], int(begins[row]) + begin - start
+            found.append(_Context(row, slot, behind, table, begin, wanted, first, index))
+        return sorted(found, key=lambda each: len(each.tokens) - each.start > 1)
+
+    def _propose(self, contexts: Sequence[_Context], num_tokens: int) -> dict[int, list[int]]:
+        """Proposals by row: one token by each pass, for rows that want so many.
+
+        ``num_tokens``: of the step of the served model.
+        """
         starts = np.array([each.start for each in contexts])
         counts = np.array([len(each.tokens) for each in contexts]) - starts
         ids = np.concatenate([each.tokens[each.start :] for each in contexts])
         wanted = np.array([index for index, each in enumerate(contexts) if each.wanted], dtype=np.int64)
-        tokens = self._program.choose(
-            self._packed(contexts, starts, counts), ids, (np.cumsum(counts) - 1)[wanted]
-        )
-        going_on, last = [contexts[index] for index in wanted], len(contexts)
+        last = (np.cumsum(counts) - 1)[wanted]
+        rows = None
+        if self._input is not None:
+            pairs = zip(contexts, counts, strict=True)
+            rows = self._served_rows(num_tokens)[
+                np.concatenate([np.arange(each.begin, each.begin + count) for each, count in pairs])
+            ]
+        tokens = self._pass(self._packed(contexts, starts, counts), ids, last, rows)
+        going_on, before = [contexts[index] for index in wanted], len(contexts)
         proposals = {each.row: [token] for each, token in zip(going_on, tokens, strict=True)}
         for length in range(1, self._most):
-            going_on = [each for each in going_on if each.wanted > length]
-            if not going_on:
+            still = [index for index, each in enumerate(going_on) if each.wanted > length]
+            if not still:
                 break
-            newest = [proposals[each.row][-1] for each in going_on]
-            found = self._go_on(going_on, newest, length, same=len(going_on) == last)
+            rows = self._own_rows(len(ids), last[still])
+            going_on, last = [going_on[index] for index in still], np.arange(len(still))
+            ids = np.array([proposals[each.row][-1] for each in going_on])
+            found = self._go_on(going_on, ids, length, rows, same=len(going_on) == before)
             for each, token in zip(going_on, found, strict=True):
                 proposals[each.row].append(token)
-            last = len(going_on)
+            before = len(going_on)
         return proposals
 
+    def _served_rows(self, num_tokens: int) -> torch.Tensor:
+        """The served model's results [tokens, hidden] of a step."""
+        assert self._served is not None
+        program, norm = self._served
+        result: torch.Tensor = norm(program.ends.rows(num_tokens))
+        return result
+
+    def _own_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor | None:
+        """What a prediction layer hands on of its last pass; None of a model."""
+        if self._input is None:
+            return None
+        assert self._program is not None
+        return self._input.result(self._program.ends.rows(num_tokens)[wanted])
+
+    def _pass(self, packed: PackedRows, ids: Int64s, wanted: Int64s, rows: torch.Tensor | None) -> list[int]:
+        """Most likely tokens behind the ``wanted`` ones of these ``ids``."""
+        assert self._program is not None
+        if self._input is not None:
+            assert rows is not None
+            joined = self._input.join(torch.from_numpy(ids), rows, torch.from_numpy(packed.positions))
+            return self._program.choose(packed, ids, wanted, hidden=joined.unsqueeze(0))
+        return self._program.choose(packed, ids, wanted)
+
     def _go_on(
-        self, contexts: Sequence[_Context], newest: Sequence[int], length: int, *, same: bool
+        self,
+        contexts: Sequence[_Context],
+        newest: Int64s,
+        length: int,
+        rows: torch.Tensor | None,
+        *,
+        same: bool,
     ) -> list[int]:
-        """The tokens behind the ``newest``, which are proposals of so many tokens.
+        """The tokens behind the ``newest``, which are the last of so many proposals.
 
         ``same``: the last pass had the same rows.
         """
@@ -190,10 +257,12 @@ class DraftModel:
             if found is not None:
                 return found
         packed = self._packed(contexts, starts, np.ones_like(starts))
-        return self._program.choose(packed, np.array(newest), np.arange(len(contexts)))
+        return self._pass(packed, newest, np.arange(len(contexts)), rows)
 
     def _table(self, context: _Context, end: int) -> Int32s:
-        return self._positions.table(context.slot, context.table, end)
+        """Blocks of a context up to a position, from those on that are there."""
+        blocks = self._positions.table(context.slot, context.table, end)
+        return blocks[context.first // self._block_size :]
 
     def _packed(self, contexts: Sequence[_Context], starts: Int64s, counts: Int64s) -> PackedRows:
         ends = (starts + counts).tolist()
@@ -202,5 +271,14 @@ class DraftModel:
         for row, table in zip(tables, each_table, strict=True):
             row[: len(table)] = table
         offsets = np.cumsum(counts) - counts
-        positions = np.arange(int(counts.sum())) + np.repeat(starts - offsets, counts)
-        return PackedRows(starts, counts, tables, positions, int((counts == 1).sum()))
+        own = starts - np.array([each.first for each in contexts])
+        positions = np.arange(int(counts.sum())) + np.repeat(own - offsets, counts)
+        return PackedRows(own, counts, tables, positions, int((counts == 1).sum()))
+
+
+def _num_computed(step: Step, row: int, result: StepResult) -> int:
+    """Positions of a row's request that are computed, without refused tokens."""
+    if row not in step.drafts:
+        return step.ends[row]
+    further = result.further.get(row)
+    return step.starts[row] + 1 + (0 if further is None else len(further.tokens))

@@ -11,12 +11,15 @@ from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.finding import find_model
 from engine.model.model_files import read_json
 from engine.model.tokenizer_files import TOKENIZER
+from engine.speculation.prediction_names import names_of
 
 logger = logging.getLogger(__name__)
 
 
 def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
     """The model that proposes tokens for the model ``info``; None where none does.
+
+    The served one where a layer of it does.
 
     Raises:
         CheckpointError: it is not there, or cannot propose for this model.
@@ -29,6 +32,9 @@ def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
             f"--speculative-config: a {wanted.method} is computed by the native kernels, on a CPU: leave "
             "--device cuda, --attention-backend and LOCKSTEP_NATIVE_KERNELS=0 out, or draft by ngram"
         )
+    if wanted.method == "mtp":
+        names_of(info)
+        return info
     draft = read_model_info(find_model(wanted.model, None, weights=True))
     if problem := why_not(draft, info):
         raise CheckpointError(f"--speculative-config: {problem}")

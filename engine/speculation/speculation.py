@@ -123,6 +123,11 @@ class Speculation:
         return self._config.by_model
 
     @property
+    def follows(self) -> bool:
+        """Whether what proposes must take in every token at once, and cannot catch up."""
+        return self._config.method == "mtp"
+
+    @property
     def rests(self) -> bool:
         """Whether asking a model does not seem to pay at the moment."""
         return self._rest > 0 or self._chance <= self._price

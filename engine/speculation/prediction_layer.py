@@ -1,0 +1,106 @@
+"""Multi-token prediction (MTP) layer of a checkpoint: read as a model of one layer.
+
+It predicts the token after the next one, from the served model's result for a position and the token behind
+it (DeepSeek-V3, section 2.2). transformers leaves such layers out, so their tensors get the names of the
+first layer of a model of one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.config import ModelConfig
+from engine.model.checkpoint import CheckpointError, ModelInfo
+from engine.model.expert_weights import ExpertShare
+from engine.model.module_reading import ModuleReader
+from engine.model.sharding.shard_weights import all_tensors
+from engine.model.weight_files import open_weights
+from engine.model.weights import LoadedModel, load_model
+from engine.speculation.prediction_names import EMBEDDING, HEAD, PredictionNames, names_of
+
+
+@dataclass(frozen=True)
+class PredictionReader(ModuleReader):
+    """Reads a checkpoint's prediction layer as a model of one layer."""
+
+    def read(self, device: torch.device, share: ExpertShare | None) -> Any:
+        names, number = names_of(self.info)
+        for name, value in names.config.items():
+            setattr(self.config, name, value)
+        with self._open_weights() as files:
+            given = all_tensors(files)
+            tensors = _renamed(given, names, number, self.info)
+            options = self._options(self.model_class, device)
+            module, report = self.model_class.from_pretrained(None, state_dict=tensors, **options)
+        self._check_report(report)
+        return module
+
+
+def _renamed(given: dict[str, Any], names: PredictionNames, number: int, info: ModelInfo) -> dict[str, Any]:
+    own, parts = names.layer.format(number), {role: name.format(number) for role, name in names.parts.items()}
+    if lacking := sorted(name for name in parts.values() if name not in given):
+        raise CheckpointError(
+            f"--speculative-config: {info.directory} has no prediction layer: {lacking[0]} is missing "
+            f"beside the {number} layers of its config.json"
+        )
+    around = {*parts.values(), f"{own}embed_tokens.weight", f"{own}shared_head.head.weight"}
+    tensors = {
+        f"model.layers.0.{name.removeprefix(own)}": tensor
+        for name, tensor in given.items()
+        if name.startswith(own) and name not in around
+    }
+    tensors["model.norm.weight"] = given[parts["norm"]]
+    tensors[EMBEDDING] = given.get(f"{own}embed_tokens.weight", given[EMBEDDING])
+    head = given.get(f"{own}shared_head.head.weight", given.get(HEAD))
+    return tensors if head is None else tensors | {HEAD: head}
+
+
+class PredictionInput:
+    """Input of a prediction layer: the served model's result for a position, and the next token."""
+
+    def __init__(self, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype) -> None:
+        """Reads the layer; :attr:`model` is to be computed without its embedding.
+
+        Raises:
+            CheckpointError: the checkpoint has none, or it cannot be computed.
+        """
+        names, number = names_of(info)
+        alone = msgspec.structs.replace(info, has_states=False)
+        self.model: LoadedModel = load_model(
+            alone, settings, dtype=dtype, device=torch.device("cpu"), reader_class=PredictionReader
+        )
+        base = getattr(self.model.module, self.model.module.base_model_prefix)
+        self._embedding, self._last_norm = base.embed_tokens, base.norm
+        self._first_sees_nothing = names.first_sees_nothing
+        with open_weights(Path(info.directory), dtype, None) as files:
+            given = all_tensors(files)
+            parts = {role: given[name.format(number)][:].to(dtype) for role, name in names.parts.items()}
+        self._token_norm = self._norm(parts["token_norm"])
+        self._hidden_norm = self._norm(parts["hidden_norm"])
+        self._join = parts["join"]
+
+    def __repr__(self) -> str:
+        return f"<PredictionInput of {self._join.shape[0]} numbers>"
+
+    def _norm(self, weight: torch.Tensor) -> Any:
+        norm = copy.deepcopy(self._last_norm)
+        norm.weight.data = weight
+        return norm
+
+    def join(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows [tokens, hidden] for the layer, from the model's rows and the tokens behind them."""
+        tokens = self._embedding(ids)
+        if self._first_sees_nothing:
+            tokens = tokens.masked_fill((positions == 0).unsqueeze(-1), 0.0)
+        both = torch.cat([self._token_norm(tokens), self._hidden_norm(hidden)], dim=-1)
+        return torch.nn.functional.linear(both, self._join)
+
+    def result(self, stream: torch.Tensor) -> torch.Tensor:
+        """What the layer hands on of its own rows, for the token behind the next one."""
+        return stream if self._first_sees_nothing else self._last_norm(stream)
