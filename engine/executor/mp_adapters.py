@@ -18,7 +18,7 @@ from engine.executor_contract import AdapterMemory
 logger = logging.getLogger(__name__)
 
 MOST_WAIT = 150.0
-"""Seconds for all workers to read an adapter; the coordinator gives up before."""
+"""Seconds for all workers to read an adapter."""
 
 
 class MpAdapters:

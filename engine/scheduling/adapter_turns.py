@@ -8,7 +8,7 @@ requests of one adapter and few of another, both go on in alternation. The model
 from __future__ import annotations
 
 MOST_KNOWN = 64
-"""Adapters whose next turn is remembered before those are forgotten whose turn is over."""
+"""Adapters whose turns are remembered."""
 
 
 class AdapterTurns:
