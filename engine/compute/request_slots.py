@@ -49,21 +49,16 @@ class RequestSlot:
             admit.params, admit.seed, position, self.token_ids[:position], admit.num_prompt, self.rules, mask
         )
 
-    def make_room(self, position: int) -> None:
-        """Make room for a token that is not known yet."""
-        if position >= len(self.token_ids):
-            self.put(position, 0)
-
     def put(self, position: int, *token_ids: int) -> None:
-        """Set the tokens from a position on."""
+        """Set the tokens from a position on; behind them is room for one that is not known yet."""
         end = position + len(token_ids)
-        while end > len(self.token_ids):
+        while end >= len(self.token_ids):
             self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
         self.token_ids[position:end] = token_ids
 
     def put_one(self, position: int, token_id: int) -> None:
         """Set one token, as most steps do for each row."""
-        if position < len(self.token_ids):
+        if position + 1 < len(self.token_ids):
             self.token_ids[position] = token_id
         else:
             self.put(position, token_id)

@@ -111,7 +111,7 @@ class ModelRunner:
             each.put(start, token)
         for index, draft in step.drafts.items():
             held[index].put(step.starts[index] + 1, *draft)
-        followed = self._followed(step, held)
+        followed = self._chosen.followed_by(step) if step.ahead and self._chosen is not None else None
         with torch.inference_mode():
             ends = step.ends
             packed, input_ids = self._pack(step, held, ends)
@@ -209,14 +209,6 @@ class ModelRunner:
         """Put the tokens that were kept for rows into their slots."""
         for slot, position, tokens in continuation.take():
             self._slots[slot].put(position, *tokens)
-
-    def _followed(self, step: Step, held: Sequence[RequestSlot]) -> FollowedTokens | None:
-        """Tokens that rows follow and the host does not know; None if it knows all."""
-        if not step.ahead or self._chosen is None:
-            return None
-        for index in step.ahead:
-            held[index].make_room(step.starts[index])
-        return self._chosen.followed_by(step)
 
     def _pack(self, step: Step, held: Sequence[RequestSlot], ends: list[int]) -> tuple[PackedRows, Int64s]:
         """The rows of a step and their token ids; ``ends`` are those of the step."""

@@ -10,7 +10,7 @@ from parallel.communicators.base import CollectiveError, Communicator
 from parallel.rounds.segments import ProcessWatch
 
 WATCH_INTERVAL = 0.1
-"""Seconds between two looks for processes that are ending, and whether the watch is still wanted."""
+"""Seconds between two looks for processes that are ending."""
 
 OnLost = Callable[[Sequence[int | None], str, str, str], None]
 """Called with lost ranks, the evidence, what noticed the loss, and the reason."""
