@@ -1,4 +1,4 @@
-"""Decoder layers of few rows on a GPU, whose products take norms, activations and residuals in.
+"""Decoder layers of few rows on a GPU, with norms and residuals inside of products.
 
 A layer keeps transformers' code, which computes it with more rows. Whether it is one of the usual form is
 read from its source: attention and feed-forward, each behind a norm and beside a residual. Its products are
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from engine.gpu import fused_layers
 from engine.gpu.fused_layers import FusedNorm, GatedLayer, MergedLinear, are_alike, random_rows
+from engine.gpu.grouped_experts import use_few_experts
 from engine.gpu.late_rotary import LateNorm
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ LAYER = (
     "hidden_states = residual + hidden_states",
     "return hidden_states",
 )
-"""How the statements of a usual layer begin; all but the call of attention are whole."""
+"""Statements of a usual layer; that of attention goes on."""
 ATTENTION_USES = (
     "hidden_states.shape",
     "self.q_proj(hidden_states)",
@@ -44,10 +45,10 @@ ATTENTION_USES = (
 ATTENTION_END = ("attn_output = self.o_proj(attn_output)", "return (attn_output, attn_weights)")
 
 
-def fuse_few_rows(model: Any, merged: dict[int, MergedLinear]) -> int:
+def fuse_few_rows(model: Any, merged: dict[int, MergedLinear], *, experts: bool = True) -> int:
     """Fuse the usual layers of a model for steps of few rows; returns how many.
 
-    ``merged``: products by the id of their first layer.
+    ``merged``: products by the id of their first layer. ``experts``: fuse those, too.
     """
     count, seen = 0, dict[type, bool]()
     for layer in model.modules():
@@ -60,7 +61,8 @@ def fuse_few_rows(model: Any, merged: dict[int, MergedLinear]) -> int:
             parts.put_in_place()
             layer.forward = FewRowsLayer(layer, parts)
             count += 1
-    logger.info("fused for few rows: %d layers", count)
+    mixtures = use_few_experts(model) if experts else 0
+    logger.info("fused for few rows: %d layers, experts of %d", count, mixtures)
     return count
 
 

@@ -237,13 +237,13 @@ def _fuse_gates(model: Any, merged: dict[int, MergedLinear]) -> int:
             if kind not in seen:
                 seen[kind] = _gate_of(partial(_gated_alike, module, product))
             if (tanh := seen[kind]) is not None:
-                module.forward = GatedLayer(module, product, _Gate(tanh))
+                module.forward = GatedLayer(module, product, FusedGate(tanh))
                 count += 1
         elif getattr(module, "has_gate", False) and hasattr(module, "_apply_gate"):
             if kind not in seen:
                 seen[kind] = _gate_of(partial(_experts_alike, module))
             if (tanh := seen[kind]) is not None:
-                module._apply_gate = _Gate(tanh)
+                module._apply_gate = FusedGate(tanh)
                 count += 1
     return count
 
@@ -254,7 +254,7 @@ def _gate_of(is_alike: Callable[[bool], bool]) -> bool | None:
 
 
 @dataclass(frozen=True)
-class _Gate:
+class FusedGate:
     """Activations of the first half of each row, times the second half."""
 
     tanh: bool
@@ -269,7 +269,7 @@ class _Gate:
 class GatedLayer:
     """``forward`` of a feed-forward layer."""
 
-    def __init__(self, module: Any, product: MergedLinear, gate: _Gate) -> None:
+    def __init__(self, module: Any, product: MergedLinear, gate: FusedGate) -> None:
         self._module, self.product, self._gate = module, product, gate
 
     @property
@@ -295,7 +295,7 @@ def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
     last = module._modules["down_proj"]
     module._modules["down_proj"] = torch.nn.Identity()
     try:
-        return are_alike(lambda: _Gate(tanh)(product(rows)), lambda: module(rows))
+        return are_alike(lambda: FusedGate(tanh)(product(rows)), lambda: module(rows))
     finally:
         module._modules["down_proj"] = last
 
@@ -305,7 +305,7 @@ def _experts_alike(module: Any, tanh: bool) -> bool:
     codes = coded_of(weight)
     width = weight.shape[2 if module.is_transposed else 1] if codes is None else codes.outputs
     rows = random_rows(weight, width)[0]
-    return are_alike(lambda: _Gate(tanh)(rows), lambda: module._apply_gate(rows))
+    return are_alike(lambda: FusedGate(tanh)(rows), lambda: module._apply_gate(rows))
 
 
 def random_rows(like: torch.Tensor, width: int) -> torch.Tensor:

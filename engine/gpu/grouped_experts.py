@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.gpu.coded_parameter import coded_of
+from engine.gpu.fused_layers import FusedGate
 from engine.gpu.product_choice import Product, product_here
 from parallel.expert_products import has_post_norm
 
@@ -26,6 +27,10 @@ FIXED_NAME = "lockstep_fixed"
 FEW_NAME = "lockstep_few"
 """Name of :func:`few_or_many_forward` there."""
 
+FEW_TOKENS = 8
+"""Tokens up to which experts are multiplied pair by pair: more would read matrices several times."""
+FEW_ATTRIBUTE = "lockstep_few"
+"""Attribute of expert layers: whether few tokens are computed by :mod:`engine.gpu.few_experts`."""
 FEW_BYTES = 256 << 20
 """Bytes of copied weights up to which a step copies those of each pair."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -64,6 +69,10 @@ def grouped_forward(
     module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """One layer of experts: hidden [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
+    if len(hidden) <= FEW_TOKENS and expert_ids.numel() and vars(module).get(FEW_ATTRIBUTE):
+        from engine.gpu.few_experts import few_forward
+
+        return few_forward(module, hidden, expert_ids, weights)
     product = product_here(hidden.device, hidden.dtype) if hidden.device.type == "cuda" else "triton"
     return _forward(module, hidden, expert_ids, weights, product)
 
@@ -90,6 +99,29 @@ def _forward(
     if has_post_norm(module):
         outputs = module.post_expert_norm(outputs)
     return pairs.weighted_sum(outputs, weights, hidden.dtype)
+
+
+def use_few_experts(model: Any) -> int:
+    """Let layers of experts compute few tokens pair by pair where that agrees; returns how many."""
+    from engine.gpu.few_experts import few_forward
+
+    def few(*arguments: Any) -> torch.Tensor:
+        return few_forward(*arguments)
+
+    count = 0
+    for module in model.modules():
+        gate, up = vars(module).get("_apply_gate"), getattr(module, "gate_up_proj", None)
+        if not isinstance(gate, FusedGate) or not isinstance(up, torch.Tensor) or up.dim() != 3:
+            continue
+        is_plain = not (module.is_transposed or module.has_bias or has_post_norm(module) or coded_of(up))
+        if (
+            is_plain
+            and up.stride(2) == module.down_proj.stride(2) == 1
+            and check_experts([module], few) is None
+        ):
+            setattr(module, FEW_ATTRIBUTE, True)
+            count += 1
+    return count
 
 
 def each_expert(

@@ -37,7 +37,7 @@ class LateRotation:
     cos: torch.Tensor
     sin: torch.Tensor
     norms: tuple[LateNorm, LateNorm] | None = None
-    """Norms of queries and of keys, alike but for weights; None: none are left to do."""
+    """Norms of queries and of keys, alike but for weights; None: none are left."""
 
 
 class LateTurns(threading.local):

@@ -1,4 +1,4 @@
-"""Triton kernel of a layer's product with what stands before and behind it, for few rows.
+"""Triton kernel of a layer's product with norm, activation and residual, for few rows.
 
 With few rows a product takes as long as its weights take to be read, and whatever else is computed on the way
 is free. ``WIDEN`` is as in :mod:`engine.gpu.grouped_kernels`.

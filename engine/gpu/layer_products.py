@@ -1,4 +1,4 @@
-"""Launches products of a layer with norm, activation and residual inside, for few rows (loads triton)."""
+"""Launches products with norm, activation and residual inside, for few rows (loads triton)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from engine.gpu import layer_kernels as kernels
 from engine.gpu.late_rotary import LateNorm
 
 MOST_ROWS = 32
-"""Rows up to which such a product is used: more would read the weights several times."""
+"""Rows up to which such a product is used.
+
+More would read the weights several times.
+"""
 TILE_ROWS = 16
 """Rows of a tile, of which two at most read the same weights."""
 TILE_INPUTS = 128

@@ -217,7 +217,7 @@ def _read_model(
     if device.type == "cuda" and has_triton():
         fused = fuse_layers(module, coded.merged)
         if sharded is None:
-            fuse_few_rows(module, fused.merged)
+            fuse_few_rows(module, fused.merged, experts=share is None)
         turn_late(module, PLAN_KEYWORD)
     with LOADING:  # angles are computed in torch's default type, which is another one while a model is made
         _fix_rope_scaling(module, _longest(info, settings))

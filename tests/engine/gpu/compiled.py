@@ -27,12 +27,15 @@ from engine.gpu import (
     block_copies,
     coded_kernels,
     coded_products,
+    few_experts,
     fixed_products,
     fused_launches,
+    fused_layers,
     grouped_products,
     layer_products,
 )
 from engine.gpu.coded_products import DeviceCodes
+from engine.gpu.grouped_experts import FEW_TOKENS
 from engine.gpu.late_rotary import LateNorm, LateRotation
 from engine.model.quantization.rounding import Rounding
 from tests.engine.gpu.compiling import META, Compiled, compiling
@@ -180,6 +183,9 @@ class Steps:
             setattr(module, name, empty(sizes.experts, *matrix, dtype=dtype))
             setattr(module, f"{name}_bias", empty(sizes.experts, out, dtype=dtype))
         ids = empty(len(hidden), sizes.top_k, dtype=torch.int64)
+        if not sizes.is_transposed and len(hidden) <= FEW_TOKENS:
+            module._apply_gate = fused_layers.FusedGate(tanh=False)
+            few_experts.few_forward(module, hidden, ids, empty(len(hidden), sizes.top_k, dtype=dtype))
         pairs = grouped_products.Pairs.of(ids, sizes.experts)
         linear = grouped_products.grouped_linear
         inner = fused_launches.gated(

@@ -14,6 +14,7 @@ from engine.attention import triton_paged
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.gpu import (
     coded_products,
+    few_experts,
     few_rows,
     fused_launches,
     fused_layers,
@@ -64,7 +65,8 @@ VIEWS = frozenset(
     ]
 )
 """Operators that launch nothing."""
-ROWS = 32
+FEW, ROWS, MANY = 8, 32, 48
+"""Rows of which experts are few, of which a layer's are, and more."""
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -111,10 +113,17 @@ def quantise(model: Any, *, rounded: bool) -> list[fused_layers.MergedLinear]:
     return kept.merged
 
 
-def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "plain") -> Counter[str]:
+def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str, rows: int) -> Counter[str]:
     """Operators and kernels of one step, by name."""
     launches = Launches()
-    for module in (triton_paged, grouped_products, coded_products, fused_launches, layer_products):
+    for module in (
+        triton_paged,
+        grouped_products,
+        coded_products,
+        fused_launches,
+        layer_products,
+        few_experts,
+    ):
         monkeypatch.setattr(module, "kernels", Kernels(launches.names))
     layers = [LayerShape(8, 128, 128, None)] * config.num_hidden_layers
     cuda = torch.device("cuda")
@@ -137,8 +146,8 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "pl
         cache = triton_paged.TritonPagedAttention(
             layers, programs=264, num_blocks=600, block_size=16, dtype=torch.bfloat16, device=cuda
         )
-        plan = cache.decode_buffers(ROWS, 4096).plan(ROWS)
-        numbers = torch.empty(2, ROWS, dtype=torch.int64, device="cuda")
+        plan = cache.decode_buffers(rows, 4096).plan(rows)
+        numbers = torch.empty(2, rows, dtype=torch.int64, device="cuda")
         with launches:
             launches.names.clear()
             model(
@@ -148,39 +157,45 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "pl
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "weights", "count"),
+    ("kind", "capability", "weights", "rows", "count"),
     [
-        ("dense", (9, 0), "plain", 7),
-        ("mixture", (9, 0), "plain", 21),
-        ("mixture", (8, 0), "plain", 19),
-        ("dense", (9, 0), "int4", 16),  # sums are cut, and their cuts added up
-        ("dense", (9, 0), "W8A8", 16),  # one more for each product, which rounds its inputs
-        ("mixture", (9, 0), "int4", 23),
-        ("mixture", (8, 0), "W8A8", 25),
+        ("dense", (9, 0), "plain", FEW, 7),
+        ("dense", (9, 0), "plain", ROWS, 7),
+        ("dense", (9, 0), "plain", MANY, 12),
+        ("mixture", (9, 0), "plain", FEW, 16),
+        ("mixture", (9, 0), "plain", ROWS, 21),
+        ("mixture", (8, 0), "plain", FEW, 16),
+        ("mixture", (8, 0), "plain", ROWS, 19),
+        ("mixture", (8, 0), "plain", MANY, 21),
+        ("dense", (9, 0), "int4", ROWS, 16),  # sums are cut, and their cuts added up
+        ("dense", (9, 0), "W8A8", ROWS, 16),  # one more for each product, which rounds its inputs
+        ("mixture", (9, 0), "int4", ROWS, 23),
+        ("mixture", (8, 0), "W8A8", ROWS, 25),
     ],
 )
 def test_launches_per_layer(
-    kind: str, capability, weights: str, count: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, capability, weights: str, rows: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything of a layer; transformers' own has 53 and 71 without attention."""
     monkeypatch.setattr(coded_layers, "_agrees", lambda codes, weight: True)
     monkeypatch.setattr(device_codes, "there", on_pretended_device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(product_choice, "has_triton", lambda: True)
-    monkeypatch.setattr(grouped_experts, "check_experts", lambda layers: None)
+    monkeypatch.setattr(grouped_experts, "check_experts", lambda *layers: None)
     for module in (fused_layers, few_rows):
         monkeypatch.setattr(module, "are_alike", lambda ours, theirs: True)
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     make = Qwen3Config if kind == "dense" else Qwen3MoeConfig
     options = SIZES if kind == "dense" else SIZES | MIXTURE
     one, two = (
-        launches_of(make(**options, num_hidden_layers=layers), monkeypatch, weights) for layers in (1, 2)
+        launches_of(make(**options, num_hidden_layers=layers), monkeypatch, weights, rows)
+        for layers in (1, 2)
     )
     per_layer = two - one
     assert per_layer["attend"] == per_layer["rotate_and_store"] == 1
     assert not per_layer["store"]
     assert not per_layer["rotate"]
-    norms = 2 if weights != "plain" else int(kind == "mixture")
+    norms = 2 if weights != "plain" or rows == MANY else int(kind == "mixture")
     assert per_layer["rms_norm"] == norms, "others belong to products, or to rotary embeddings"
     assert sum(per_layer.values()) == count <= {"dense": 20, "mixture": 30}[kind], per_layer
     assert sum((one - per_layer).values()) <= 20, one - per_layer
