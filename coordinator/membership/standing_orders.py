@@ -22,7 +22,10 @@ GENERATION = 2**20
 A coordinator begins above all revisions of its predecessors, also those that reached nobody who is here.
 """
 STEPPING = (State.READY, State.DRAINING, State.DRAINED)
-"""States of instances that compute; with spread experts a drained one computes for others until it leaves."""
+"""States of instances that compute.
+
+With spread experts a drained one computes for others until it leaves.
+"""
 MOST_COMMANDS = 1000
 """Commands that are remembered: their senders still repeat them."""
 

@@ -8,7 +8,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ NUM_STREAMS, NUM_TOKENS = 6, 400
 class PausedMesh(SpreadMesh):
     """Two instances, and the admin API with its own port."""
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, how: str) -> None:
+    def __init__(
+        self, directory: Path, stack: contextlib.ExitStack, how: str, more: Sequence[str] = ()
+    ) -> None:
+        """``more``: further flags."""
         self.admin = free_port()
-        flags = [*FLAGS, "--admin-port", str(self.admin)]
+        flags = [*FLAGS, "--admin-port", str(self.admin), *more]
         super().__init__(directory, stack, 2, how=(how,), flags=flags)
 
     def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, Any]:
