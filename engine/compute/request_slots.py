@@ -50,7 +50,10 @@ class RequestSlot:
         )
 
     def put(self, position: int, *token_ids: int) -> None:
-        """Set the tokens from a position on; behind them is room for one that is not known yet."""
+        """Set the tokens from a position on.
+
+        Behind them stays room for one that is not known yet.
+        """
         end = position + len(token_ids)
         while end >= len(self.token_ids):
             self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])

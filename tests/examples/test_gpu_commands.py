@@ -148,6 +148,18 @@ def test_long_contexts_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixtu
     assert "3000 tokens" in capsys.readouterr().out
 
 
+def test_a_pretended_device_idles_less_where_steps_are_scheduled_ahead(borrowed: Path) -> None:
+    output = borrowed / "host_share.json"
+    command = [sys.executable, "-m", "examples.benchmarks.gpu.host_share", "--rows", "1", "8"]
+    command += ["--output-len", "60", "--output-json", str(output)]
+    result = gpu_first.call(command, 100.0, borrowed / "log")
+    assert result["status"] == 0, result
+    results = json.loads(output.read_text())["results"]
+    for after, ahead in zip(results[::2], results[1::2], strict=True):
+        assert (after["ahead"], ahead["ahead"]) == (False, True)
+        assert ahead["median_idle_ms"] < after["median_idle_ms"]
+
+
 @pytest.mark.mesh
 @pytest.mark.timeout(300)
 def test_deaths_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixture[str]) -> None:
