@@ -12,6 +12,7 @@ from coordinator.settings.flags import parse
 from engine.config import InstanceConfig
 from engine.executor_contract import CannotStart, WorkerLost
 from engine.host import deferred
+from engine.host.device_errors import device_error
 from engine.host.memory import is_out_of_memory
 from engine.lifecycle.ended import InstanceEnded
 from engine.lifecycle.instance import InstanceProcess
@@ -52,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
         return process.EXIT_FAILED
     except Exception as error:
+        if reason := device_error(error):
+            logger.error("the GPU cannot be used: %s; nvidia-smi and lockstep doctor look at it", reason)
+            return process.EXIT_FAILED
         if not is_out_of_memory(error):
             raise
         logger.error(

@@ -1,0 +1,16 @@
+"""Errors of a GPU and of its driver, which end an instance with the reason in one line."""
+
+from __future__ import annotations
+
+SIGNS = ("CUDA error", "CUDA driver", "NVIDIA driver", "HIP error", "CUBLAS_STATUS", "NCCL error")
+"""Words of torch's errors by which a device or its driver is known to have failed."""
+
+
+def device_error(error: BaseException) -> str:
+    """First line of an error of a device or its driver; empty if it is none.
+
+    A lost device, a kernel that failed and a driver that is too old are RuntimeErrors of torch.
+    """
+    text = str(error).strip()
+    is_torchs = type(error).__name__ == "AcceleratorError" or any(sign in text for sign in SIGNS)
+    return (text.partition("\n")[0] or "no details") if isinstance(error, RuntimeError) and is_torchs else ""
