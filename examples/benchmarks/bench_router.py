@@ -8,6 +8,7 @@ The instances are real processes whose model computes nothing and waits ``--step
 (examples/benchmarks/null_model.py), so that what is measured is the way of requests and tokens. Systems:
 
     lockstep        one router in front of one such instance
+    lockstep-all    the same with --resumable all: each token is committed to the store of answers first
     lockstep-2      two routers that share the port (--api-server-count 2)
     sglang-router   SGLang's router (a compiled program) in front of ``lockstep``: its CPU alone, and the time
                     to first token that it adds to that of the mesh
@@ -209,13 +210,14 @@ def children_named(process: psutil.Process, title: str) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def lockstep(args: argparse.Namespace, front_ends: int = 1) -> Iterator[System]:
+def lockstep(args: argparse.Namespace, front_ends: int = 1, *flags: str) -> Iterator[System]:
     port = free_port()
     command = [
         sys.executable, str(ROOT / "examples/benchmarks/null_model.py"), "serve", "-dp", "1",
         "--no-enable-expert-parallel",
         "--port", str(port), "-dpp", str(free_port()), "--max-num-seqs", str(args.streams),
         "--api-server-count", str(front_ends), "--disable-access-log", "--max-num-batched-tokens", "8192",
+        *flags,
     ]  # fmt: skip
     with running(command, "ready at", **{STEP_VARIABLE: str(args.step_ms)}) as process:
         routers = children_named(process, "lockstep: Router")
@@ -278,6 +280,7 @@ def wait_until_answers(port: int, model: str) -> None:
 
 SYSTEMS = {
     "lockstep": lockstep,
+    "lockstep-all": lambda args: lockstep(args, 1, "--resumable", "all"),
     "lockstep-2": lambda args: lockstep(args, 2),
     "sglang-router": sglang_router,
     "vllm": vllm,

@@ -182,9 +182,8 @@ class JournalGeneration:
                 return
         if self._is_closed:  # by a stop string among what was recorded
             return
-        wanted = msgspec.structs.replace(
-            self._prompt, known=Known(known, self._numerics, list(self._spans)) if known else None
-        )
+        begun = Known(known, self._numerics, list(self._spans)) if known else None
+        wanted = msgspec.structs.replace(self._prompt, known=begun)
         self._generation = self._mesh.generate(wanted)
         async for delta in self._generation:
             if not known:

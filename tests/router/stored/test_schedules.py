@@ -1,0 +1,158 @@
+"""Random schedules of one answer over three routers: deaths, followers, takeovers, clients that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from router.stored.journal import Journal, JournalMesh
+from tests.router.stored.test_journal import Memory, behind_known, prompt_of
+
+SCHEDULES = 10_000 if os.environ.get("LOCKSTEP_NIGHTLY") == "1" else 300
+ROUTERS = 3
+TRUTH = (5, 6, 7, 8, 9, 10)
+MOST_DEATHS = 6
+
+
+class World:
+    """The store of one answer, its owner, and what the client has seen."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.samples = self.chance.randint(1, 3)
+        self.memory = Memory()
+        self.owner: Router | None = None
+        self.deaths = 0
+        self.seen: list[tuple[int, int]] = []
+
+    def claim(self, router: Router) -> bool:
+        """As :meth:`router.stored.store.AnswerStore.claim`."""
+        if self.owner is not None and self.owner is not router and self.owner.is_alive:
+            return False
+        self.owner = router
+        return True
+
+
+class RouterStore:
+    """The store as one life of a router sees it: what it has not committed at its death is lost."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._memory = router.world.memory
+
+    async def append(self, id: str, number: int, batch: bytes) -> None:
+        for _ in range(self._router.world.chance.randrange(3)):
+            await asyncio.sleep(0)
+        while number > len(self._memory.batches):  # noqa: ASYNC110 (commits keep their order)
+            await asyncio.sleep(0)
+        if self._router.is_alive:
+            await self._memory.append(id, number, batch)
+
+    async def tokens(self, id: str, first: int) -> list[bytes]:
+        return await self._memory.tokens(id, first)
+
+
+class Router:
+    """One life of a router that makes or follows the answer."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.is_alive = True
+        self.events: list[tuple[int, int]] = []
+        self.has_ended = False
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        world = self.world
+        first = None if not world.memory.batches and world.claim(self) else self._continues
+        journal = Journal("a", RouterStore(self), list(world.memory.batches), first)
+        mesh = JournalMesh(behind_known(TRUTH), journal)
+
+        async def read(sample: int) -> None:
+            async for delta in mesh.generate(prompt_of(sample)):
+                self.events.append((sample, delta.token_ids[0]))
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(read(sample) for sample in range(world.samples)))
+        self.has_ended = True
+
+    async def _continues(self) -> bool:
+        if self.world.claim(self):
+            return False
+        await asyncio.sleep(0)
+        return True
+
+    def die(self) -> None:
+        self.is_alive = False
+        self.task.cancel()
+
+
+async def follow_a_schedule(seed: int, claims: Callable[[World, Router], bool] | None = None) -> World:
+    """One schedule, to the end of the answer as its client sees it."""
+    world = World(seed)
+    if claims is not None:
+        world.claim = lambda router: claims(world, router)  # type: ignore[method-assign]
+    routers = [Router(world) for _ in range(ROUTERS)]
+    try:
+        await _watch(world, routers)
+    finally:
+        for router in routers:
+            router.die()
+        await asyncio.gather(*(router.task for router in routers), return_exceptions=True)
+    return world
+
+
+async def _watch(world: World, routers: list[Router]) -> None:
+    """Read as a client, and let routers die, until the client has the whole answer."""
+    at = world.chance.choice(routers)
+    for _ in range(2000):
+        await asyncio.sleep(0)
+        for router in routers:
+            if router.is_alive and router.task.done():
+                router.task.result()
+        if world.deaths < MOST_DEATHS and world.chance.random() < 0.1:
+            victim = world.chance.randrange(ROUTERS)
+            world.deaths += 1
+            routers[victim].die()
+            await asyncio.gather(routers[victim].task, return_exceptions=True)
+            routers[victim] = Router(world)
+        if not at.is_alive or world.chance.random() < 0.05:
+            at = world.chance.choice(routers)
+        known = len(world.seen)
+        assert at.events[:known] == world.seen[: len(at.events)], "another stream than the client has seen"
+        world.seen += at.events[known:]
+        if at.has_ended and len(at.events) <= len(world.seen):
+            return
+    raise AssertionError("the answer does not end")
+
+
+def is_right(world: World) -> bool:
+    return sorted(world.seen) == [(sample, token) for sample in range(world.samples) for token in TRUTH]
+
+
+def test_a_client_gets_each_token_once_whatever_dies() -> None:
+    deaths = 0
+    for seed in range(SCHEDULES):
+        world = asyncio.run(follow_a_schedule(seed))
+        assert is_right(world), (seed, world.seen)
+        deaths += world.deaths
+    assert deaths > SCHEDULES
+
+
+def test_two_owners_are_found() -> None:
+    """A claim that does not look whether the owner lives."""
+
+    def claims(world: World, router: Router) -> bool:
+        world.owner = router
+        return True
+
+    def run() -> None:
+        for seed in range(200):
+            assert is_right(asyncio.run(follow_a_schedule(seed, claims)))
+
+    with pytest.raises(AssertionError):
+        run()
