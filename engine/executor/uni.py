@@ -96,6 +96,8 @@ class UniExecutor(SpreadShard):
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""
+        self._num_begun = 0
+        """Steps begun so far."""
         self.adapters: HeldAdapters | None = None
         """Low-rank adapters in memory; None: there is no room for any."""
         self._staging: CacheStaging | None = None
@@ -420,6 +422,7 @@ class UniExecutor(SpreadShard):
                 self._info, self._config.model, self._model, self._program, self._on_disk, self.spare_memory,
                 self._held,
             )  # fmt: skip
+            self._new_weights.num_steps = lambda: self._num_begun
         return self._new_weights
 
     def give_back(self, part: MemoryPart) -> bool:
@@ -434,6 +437,7 @@ class UniExecutor(SpreadShard):
         assert self._runner is not None, "allocate() comes first"
         assert self._model is not None
         self._untouched.note(step)
+        self._num_begun += 1
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)

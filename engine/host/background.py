@@ -19,7 +19,7 @@ NICENESS = 10
 """Added niceness of background threads: a tenth of a core beside busy ones."""
 LEAST_PRIORITY = 19
 """Lowest thread priority: the greatest niceness of Linux."""
-SWITCH_INTERVAL = 0.0005
+SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread that computes in Python lets another one go on.
 
 By default that is 5 ms, which is as long as a step.
@@ -29,6 +29,13 @@ CHORE_PAUSE = 0.03
 """Pause before each background job, in seconds."""
 RELEASE_DELAY = 0.25
 """Seconds until memory is given back, after the first steps in a new group."""
+
+SHARE_BESIDE_STEPS = 0.25
+"""Share of a core for new weights that are read and laid out while steps run."""
+SLICE = 0.001
+"""Seconds of such work after which it pauses."""
+LONGEST_REST = 0.5
+"""Longest pause between two slices of such work, in seconds."""
 
 Result = TypeVar("Result")
 
@@ -41,16 +48,17 @@ def be_nicer(niceness: int = NICENESS) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
 
 
-def beside_steps(work: Callable[[], Result]) -> Result:
+def beside_steps(work: Callable[[], Result], begin: Callable[[], None] = be_nicer) -> Result:
     """Run a function in a low-priority thread, and wait for its result.
 
-    Threads that it starts have as little. So it should start none that go on behind it.
+    Threads that it starts have as little. So it should start none that go on behind it. ``begin`` is called
+    in that thread first.
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
     future: Future[Result] = Future()
 
     def run() -> None:
-        be_nicer()
+        begin()
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised by the caller)
@@ -58,6 +66,30 @@ def beside_steps(work: Callable[[], Result]) -> Result:
 
     threading.Thread(target=run, name="background", daemon=True).start()
     return future.result()
+
+
+class Pace:
+    """Share of a core that background work takes while steps run; all of it while none do."""
+
+    def __init__(self, num_steps: Callable[[], int], share: float = SHARE_BESIDE_STEPS) -> None:
+        """``num_steps``: steps that were begun so far; called from any thread."""
+        self._num_steps = num_steps
+        self._share = share
+        self._seen = num_steps()
+        self._used = time.thread_time()
+
+    def __repr__(self) -> str:
+        return f"<Pace {self._share:.0%} of a core>"
+
+    def rest(self) -> None:
+        """Sleep as long as the slice of work since the last sleep asks for; called often, in one thread."""
+        worked = (now := time.thread_time()) - self._used
+        if worked < SLICE:
+            return
+        self._used, seen = now, self._seen
+        self._seen = self._num_steps()
+        if self._seen != seen:
+            time.sleep(min(worked * (1 / self._share - 1), LONGEST_REST))
 
 
 class Chores:

@@ -39,13 +39,16 @@ TYPES = {
 class PrivateFiles:
     """The files of one version, whose tensors are hashed when they are read."""
 
-    def __init__(self, files: Sequence[Path], should_stop: Callable[[], bool]) -> None:
-        """``should_stop`` is asked before each tensor.
+    def __init__(
+        self, files: Sequence[Path], should_stop: Callable[[], bool], rest: Callable[[], None] = lambda: None
+    ) -> None:
+        """``should_stop`` is asked before each tensor; ``rest`` is called after each.
 
         Raises:
             OSError, BrokenWeights: a file cannot be read, or is none of weights.
         """
         self._should_stop = should_stop
+        self._rest = rest
         self._files = list(files)
         self._states = states_of(files)
         chosen = files_of_tensors(self._files[0].parent)  # a file may have others, of an earlier version
@@ -107,6 +110,7 @@ class PrivateFiles:
                 row = row_of(tensor, tensor_digest(path, file, tensor, buffer))
         except BrokenWeights as error:
             raise CheckpointError(str(error)) from error
+        self._rest()
         if self._rows.setdefault(name, row) != row:
             raise CheckpointError(f"{path} changed while it was read: write it elsewhere, then update")
 

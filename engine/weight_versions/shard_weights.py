@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.config import ModelConfig
-from engine.host.background import beside_steps, drop_later, let_go
+from engine.host.background import Pace, beside_steps, drop_later, let_go
 from engine.host.memory import MARGIN, is_out_of_memory
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
@@ -32,6 +32,7 @@ from engine.model.weight_set import check_weights, weight_files
 from engine.model.weights import LoadedModel
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 from engine.weight_versions.private_files import PrivateFiles
+from engine.weight_versions.resting import Resting, be_one_of_few
 from engine.weight_versions.same_model import check_config, check_tensors
 from engine.weight_versions.spread_weights import SpreadWeights
 
@@ -70,6 +71,8 @@ class ShardWeights:
         self._model, self._program = model, program
         self._stored = stored
         self._free_memory = free_memory
+        self.num_steps: Callable[[], int] = lambda: 0
+        """Steps begun so far: beside them, little is done at once."""
         self._next: _Next | None = None
         self._spread: SpreadWeights | None = None
         """Experts of the version that is prepared, where they are spread over instances."""
@@ -96,7 +99,7 @@ class ShardWeights:
             self._check_model()
             began = time.monotonic()
             self._next_source = directory = directory or self._source
-            digest = beside_steps(lambda: self._prepare(Path(directory), should_stop))
+            digest = beside_steps(lambda: self._prepare(Path(directory), should_stop), be_one_of_few)
         except ReadingStopped as error:
             self.discard()
             raise WeightsSuperseded from error
@@ -165,7 +168,12 @@ class ShardWeights:
 
     def _prepare(self, directory: Path, should_stop: Callable[[], bool]) -> str:
         check_weights(directory)
-        files = PrivateFiles(weight_files(directory), should_stop)
+        pace = Pace(self.num_steps)
+        with Resting(pace.rest):
+            return self._read_and_lay_out(directory, should_stop, pace)
+
+    def _read_and_lay_out(self, directory: Path, should_stop: Callable[[], bool], pace: Pace) -> str:
+        files = PrivateFiles(weight_files(directory), should_stop, pace.rest)
         check_config(Path(self._info.directory), directory)
         check_tensors(self._stored, {name: tensor for name, (_, tensor) in files.homes.items()})
         self._check_memory(files.num_bytes)

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""What new weights cost running requests: steps beside their preparation, and the switch.
+
+    python -m examples.benchmarks.bench_new_weights
+    python -m examples.benchmarks.bench_new_weights --rows 8 --rounds 5 --seconds 4
+
+One instance decodes in one process. In turn, for a few seconds each: nothing else happens; new weights are
+prepared again and again as they are served (one thread, a quarter of a core while steps run);
+the same unbounded, as it was at first (niceness 10, all threads). Times are of the wall clock, so other load
+shows in all three alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from engine.config import SHIPPED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor.uni import UniExecutor
+from engine.host import background
+from engine.messages import Submit
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import MODELS_DIRECTORY, find_model
+from engine.sampling import SamplingParams
+from engine.weight_versions import shard_weights
+from engine.weight_versions.contract import WeightsSuperseded
+
+ROUTER = b"router"
+PROMPT, BLOCK, LONGEST = 64, 16, 1900
+LONGEST_WAIT = 120.0
+"""Seconds for one preparation beside steps."""
+ARMS = ("alone", "bounded", "unbounded")
+
+
+class Decoding:
+    """Requests of one instance that decode without end."""
+
+    def __init__(self, model: Path, rows: int, threads: int, dtype: str) -> None:
+        self._info, self._rows, self._number = read_model_info(model), rows, 0
+        blocks = rows * (LONGEST // BLOCK + 4)
+        self._config = EngineConfig(
+            model=ModelConfig(model=str(model), dtype=dtype),  # type: ignore[arg-type]
+            cache=CacheConfig(block_size=BLOCK),
+            scheduler=SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=max(rows, 8)),
+        )
+        self.executor = UniExecutor(self._config, self._info, threads)
+        self.executor.load(lambda _phase: None)
+        self.executor.allocate(blocks)
+        self._core = EngineCore(
+            self._config, self._info, self.executor, num_blocks=blocks, max_model_len=LONGEST + PROMPT
+        )
+
+    def steps(self, seconds: float) -> list[float]:
+        """Seconds of each decode step."""
+        times, ends = [], time.perf_counter() + seconds
+        while (began := time.perf_counter()) < ends:
+            if not self._core.has_work:
+                self._begin()
+                began = time.perf_counter()
+            self._core.step()
+            times.append(time.perf_counter() - began)
+        return times
+
+    def _begin(self) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=LONGEST, ignore_eos=True)
+        for _ in range(self._rows):
+            self._number += 1
+            prompt = [(self._number * 31 + place * 7) % 4000 + 3 for place in range(PROMPT)]
+            self._core.submit(ROUTER, Submit(self._number, str(self._number), prompt, params, seed=1))
+        for _ in range(3):
+            self._core.step()
+
+
+@contextmanager
+def preparing(decoding: Decoding, model: Path, *, bounded: bool) -> Iterator[list[float]]:
+    """New weights are prepared again and again meanwhile; gives the seconds of each preparation."""
+    taken: list[float] = []
+    ends = threading.Event()
+    weights = decoding.executor.new_weights
+
+    def prepare() -> None:
+        while not ends.is_set():
+            began = time.perf_counter()
+            try:
+                weights.prepare(str(model), ends.is_set)
+            except WeightsSuperseded:
+                return
+            taken.append(time.perf_counter() - began)
+        weights.discard()
+
+    def unbounded(num_steps: Callable[[], int]) -> background.Pace:
+        return background.Pace(num_steps, share=1.0)
+
+    with ExitStack() as patched:
+        if not bounded:
+            patched.enter_context(patch.object(shard_weights, "Pace", unbounded))
+            patched.enter_context(patch.object(shard_weights, "be_one_of_few", background.be_nicer))
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        try:
+            yield taken
+        finally:
+            ends.set()
+            thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(MODELS_DIRECTORY / SHIPPED_MODEL))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, default=4, help="requests at once")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each part of a round")
+    parser.add_argument("--output", type=Path, help="JSON file for the numbers")
+    options = parser.parse_args()
+    model = Path(find_model(options.model, None))
+    decoding = Decoding(model, options.rows, options.threads, options.dtype)
+    decoding.steps(1.0)
+    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    prepared: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for _ in range(options.rounds):
+        found["alone"].append(statistics.median(decoding.steps(options.seconds)))
+        for arm in ARMS[1:]:
+            with preparing(decoding, model, bounded=arm == "bounded") as taken:
+                found[arm].append(statistics.median(decoding.steps(options.seconds)))
+            prepared[arm] += taken
+    with preparing(decoding, model, bounded=True) as whole:
+        ends = time.perf_counter() + LONGEST_WAIT
+        while not whole and time.perf_counter() < ends:
+            decoding.steps(0.1)
+    switches = []
+    for _ in range(10):
+        decoding.executor.new_weights.prepare(str(model))
+        began = time.perf_counter()
+        decoding.executor.new_weights.switch()
+        switches.append(time.perf_counter() - began)
+        decoding.steps(0.3)
+    for arm in ARMS:
+        ratios = [each / alone - 1 for each, alone in zip(found[arm], found["alone"], strict=True)]
+        text = f"{arm:>9}: {1000 * statistics.median(found[arm]):6.2f} ms a step of {options.rows} rows"
+        if arm != "alone":
+            low, _, high = statistics.quantiles(ratios, n=4)
+            text += f", {statistics.median(ratios):+.1%} (half of the rounds {low:+.0%} to {high:+.0%})"
+        if prepared[arm]:
+            text += f"; prepared in {statistics.mean(prepared[arm]):.2f} s"
+        print(text)
+    took = f"{whole[0]:.1f} s" if whole else f"over {LONGEST_WAIT:.0f} s"
+    print(f"one preparation beside steps, bounded: {took}")
+    print(f"the switch: {1000 * statistics.median(switches):.2f} ms, at most {1000 * max(switches):.2f}")
+    if options.output:
+        numbers = {"steps": found, "prepared": prepared, "switches": switches}
+        options.output.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

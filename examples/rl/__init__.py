@@ -1,0 +1,1 @@
+"""Reinforcement learning with rollouts from a mesh whose weights change while it serves."""

@@ -1,0 +1,58 @@
+"""Background work that pauses while steps run, and computes on one core."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from engine.host import background
+from engine.host.background import Pace, beside_steps
+from engine.weight_versions.resting import Resting, be_one_of_few
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses that were made, none of which is waited for; each slice of work takes 10 ms."""
+    found: list[float] = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(background.time, "sleep", found.append)
+    monkeypatch.setattr(background.time, "thread_time", lambda: next(clock) / 100)
+    return found
+
+
+def test_pauses_are_as_long_as_the_share_asks_for_while_steps_run(rests: list[float]) -> None:
+    steps = iter([0, 1, 2, 2, 2, 3])
+    pace = Pace(lambda: next(steps), share=0.2)
+    for _ in range(5):
+        pace.rest()
+    assert rests == pytest.approx([0.04, 0.04, 0.04]), "none while no step runs"
+
+
+def test_small_slices_add_up(rests: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "SLICE", 0.025)
+    steps = iter(range(100))
+    pace = Pace(lambda: next(steps), share=0.5)
+    for _ in range(6):
+        pace.rest()
+    assert rests == pytest.approx([0.03, 0.03])
+
+
+def test_torchs_functions_are_followed_by_pauses_in_their_own_thread() -> None:
+    calls: list[int] = []
+    with Resting(lambda: calls.append(threading.get_ident())):
+        torch.zeros(3) + 1
+        other = threading.Thread(target=lambda: torch.ones(2).sum())
+        other.start()
+        other.join()
+    assert calls == [threading.get_ident()] * len(calls)
+    assert len(calls) >= 2
+    torch.zeros(1)
+    assert len(calls) < 10
+
+
+def test_the_threads_of_others_stay() -> None:
+    before = torch.get_num_threads()
+    assert beside_steps(torch.get_num_threads, be_one_of_few) == 1
+    assert torch.get_num_threads() == before
