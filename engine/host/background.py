@@ -31,7 +31,7 @@ RELEASE_DELAY = 0.25
 """Seconds until memory is given back, after the first steps in a new group."""
 
 SHARE_BESIDE_STEPS = 0.25
-"""Share of a core for new weights that are read and laid out while steps run."""
+"""Share of a core for preparing new weights while steps run."""
 SLICE = 0.001
 """Seconds of such work after which it pauses."""
 LONGEST_REST = 0.5
@@ -48,17 +48,16 @@ def be_nicer(niceness: int = NICENESS) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
 
 
-def beside_steps(work: Callable[[], Result], begin: Callable[[], None] = be_nicer) -> Result:
+def beside_steps(work: Callable[[], Result]) -> Result:
     """Run a function in a low-priority thread, and wait for its result.
 
-    Threads that it starts have as little. So it should start none that go on behind it. ``begin`` is called
-    in that thread first.
+    Threads that it starts have as little. So it should start none that go on behind it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
     future: Future[Result] = Future()
 
     def run() -> None:
-        begin()
+        be_nicer()
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised by the caller)
@@ -69,7 +68,7 @@ def beside_steps(work: Callable[[], Result], begin: Callable[[], None] = be_nice
 
 
 class Pace:
-    """Share of a core that background work takes while steps run; all of it while none do."""
+    """Share of a core that background work takes while steps run."""
 
     def __init__(self, num_steps: Callable[[], int], share: float = SHARE_BESIDE_STEPS) -> None:
         """``num_steps``: steps that were begun so far; called from any thread."""
@@ -82,7 +81,7 @@ class Pace:
         return f"<Pace {self._share:.0%} of a core>"
 
     def rest(self) -> None:
-        """Sleep as long as the slice of work since the last sleep asks for; called often, in one thread."""
+        """Sleep after a slice of work, if steps run; called often, in one thread."""
         worked = (now := time.thread_time()) - self._used
         if worked < SLICE:
             return

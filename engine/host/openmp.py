@@ -1,4 +1,4 @@
-"""Number of OpenMP threads of the calling thread alone; torch can only set that of the process."""
+"""Number of OpenMP threads of the calling thread alone; torch sets the process's."""
 
 from __future__ import annotations
 

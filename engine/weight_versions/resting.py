@@ -7,9 +7,6 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from engine.host.background import be_nicer
-from engine.host.openmp import compute_with
-
 
 class Resting(TorchFunctionMode):  # type: ignore[misc]
     """Context in which each of torch's functions is followed by a pause, in one thread."""
@@ -22,9 +19,3 @@ class Resting(TorchFunctionMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         self._rest()
         return result
-
-
-def be_one_of_few() -> None:
-    """Lower the calling thread's priority, and have it compute on one core."""
-    be_nicer()
-    compute_with(1)

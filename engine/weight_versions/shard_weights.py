@@ -17,6 +17,7 @@ import torch
 from engine.config import ModelConfig
 from engine.host.background import Pace, beside_steps, drop_later, let_go
 from engine.host.memory import MARGIN, is_out_of_memory
+from engine.host.openmp import compute_with
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
 from engine.kernels.laid_out import LaidOut
@@ -32,7 +33,7 @@ from engine.model.weight_set import check_weights, weight_files
 from engine.model.weights import LoadedModel
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 from engine.weight_versions.private_files import PrivateFiles
-from engine.weight_versions.resting import Resting, be_one_of_few
+from engine.weight_versions.resting import Resting
 from engine.weight_versions.same_model import check_config, check_tensors
 from engine.weight_versions.spread_weights import SpreadWeights
 
@@ -99,7 +100,7 @@ class ShardWeights:
             self._check_model()
             began = time.monotonic()
             self._next_source = directory = directory or self._source
-            digest = beside_steps(lambda: self._prepare(Path(directory), should_stop), be_one_of_few)
+            digest = beside_steps(lambda: self._prepare(Path(directory), should_stop))
         except ReadingStopped as error:
             self.discard()
             raise WeightsSuperseded from error
@@ -169,6 +170,7 @@ class ShardWeights:
     def _prepare(self, directory: Path, should_stop: Callable[[], bool]) -> str:
         check_weights(directory)
         pace = Pace(self.num_steps)
+        compute_with(1)
         with Resting(pace.rest):
             return self._read_and_lay_out(directory, should_stop, pace)
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """What new weights cost running requests: steps beside their preparation, and the switch.
 
-    python -m examples.benchmarks.bench_new_weights
-    python -m examples.benchmarks.bench_new_weights --rows 8 --rounds 5 --seconds 4
+    python -m examples.rl.bench_new_weights
+    python -m examples.rl.bench_new_weights --rows 8 --rounds 5 --seconds 4
 
 One instance decodes in one process. In turn, for a few seconds each: nothing else happens; new weights are
 prepared again and again as they are served (one thread, a quarter of a core while steps run);
-the same unbounded, as it was at first (niceness 10, all threads). Times are of the wall clock, so other load
-shows in all three alike.
+the same unbounded, as it was at first (all threads, without pauses). Times are of the wall clock, so
+other load shows in all three alike.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def preparing(decoding: Decoding, model: Path, *, bounded: bool) -> Iterator[lis
     with ExitStack() as patched:
         if not bounded:
             patched.enter_context(patch.object(shard_weights, "Pace", unbounded))
-            patched.enter_context(patch.object(shard_weights, "be_one_of_few", background.be_nicer))
+            patched.enter_context(patch.object(shard_weights, "compute_with"))
         thread = threading.Thread(target=prepare)
         thread.start()
         try:
