@@ -128,3 +128,20 @@ def test_adapters_come_and_go_while_the_mesh_serves(adapted: Adapted, tmp_path: 
         assert tell(ports, "/unload_lora_adapter", lora_name="sent")[0] == 200
         assert "Traceback" not in command.log
         assert command.stop() == 0
+
+
+def test_workers_of_an_instance_read_their_parts(adapted: Adapted, tmp_path: Path) -> None:
+    ports, first = Ports(), adapted.places["one"]
+    truth = {name: adapted.truth(name, PROMPT, TOKENS) for name in ("one", "two")}
+    with start(adapted, tmp_path / "log", ports, first, "-dp", "1", "-tp", "2") as command:
+        command.wait_for("1 instance ready")
+        bad = tell(ports, "/v1/load_lora_adapter", lora_name="two", lora_path=str(tmp_path))
+        assert bad[0] == 404, bad
+        found = tell(ports, "/v1/load_lora_adapter", lora_name="two", lora_path=str(adapted.places["two"]))
+        assert found[0] == 200, found
+        for name in ("two", "one"):
+            assert asyncio.run(stream(ports, name, PROMPT, TOKENS)) == truth[name]
+        assert tell(ports, "/v1/unload_lora_adapter", lora_name="one")[0] == 200
+        assert models(ports) == {SHIPPED_MODEL, "two"}
+        assert "Traceback" not in command.log
+        assert command.stop() == 0
