@@ -12,7 +12,7 @@ from coordinator.messages import View
 from router.api.answers import json_response
 from router.app.fault_status import fault_status
 from router.app.openapi import document
-from router.app.server_info import Sleeping, is_scaling, server_info, version_of
+from router.app.server_info import Sleeping, is_scaling, server_config, server_info, version_of
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.mesh import Mesh
@@ -45,12 +45,13 @@ class ServerEndpoints:
     async def version(self, _request: Request) -> Response:
         return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
 
-    async def info(self, _request: Request) -> Response:
+    async def info(self, request: Request) -> Response:
         seen = self._view()
         settings = None if seen is None else seen.settings
         num_reports = len(self._metrics.reports())
         info = server_info(self._mesh.model, settings, num_reports, self._mesh.numerics(), self._config)
-        return json_response(msgspec.json.encode(info))
+        answer = server_config(info) if "config_format" in request.query_params else info
+        return json_response(msgspec.json.encode(answer))
 
     async def is_sleeping(self, _request: Request) -> Response:
         seen = self._view()

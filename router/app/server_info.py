@@ -51,6 +51,32 @@ class ServerInfo(msgspec.Struct):
     """Flags of the endpoint that differ from their defaults."""
 
 
+class ServerConfig(msgspec.Struct):
+    """Answer of vLLM's ``/server_info?config_format=json``."""
+
+    vllm_config: dict[str, Any]
+
+
+def server_config(info: ServerInfo) -> ServerConfig:
+    """Facts about this server under the names of vLLM's settings."""
+    return ServerConfig(
+        {
+            "model_config": {
+                "model": info.model_path,
+                "served_model_name": info.served_model_name,
+                "max_model_len": info.max_model_len,
+                "dtype": None if info.settings is None else info.settings.dtype,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": info.tp_size,
+                "pipeline_parallel_size": info.pp_size,
+                "data_parallel_size": info.dp_size,
+            },
+            "weight_transfer_config": {"backend": "path"},
+        }
+    )
+
+
 class Sleeping(msgspec.Struct):
     """Answer of vLLM's ``/is_sleeping``: whether instances are to give back memory."""
 

@@ -258,7 +258,14 @@ def test_server_info_knows_the_settings_of_the_mesh(served: ServedModel) -> None
     ]
 
 
-def test_it_never_sleeps(server: Server) -> None:
+def test_server_info_under_vllms_names(server: Server) -> None:
+    info = server.client.get("/server_info?config_format=json").json()["vllm_config"]
+    assert info["model_config"]["max_model_len"] == MAX_MODEL_LEN
+    assert info["parallel_config"]["data_parallel_size"] == 0
+    assert info["weight_transfer_config"] == {"backend": "path"}
+
+
+def test_it_is_awake(server: Server) -> None:
     assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
