@@ -42,7 +42,9 @@ class Orders:
         self._learned = 0
         """Highest revision that an instance brought from an earlier coordinator."""
         self._is_asked = False
-        """Whether an operator has had a command for this coordinator."""
+        """Whether an operator has had a command for this coordinator, beside pauses."""
+        self._pauses = False
+        """Whether an operator has had a command to pause or resume for it."""
         self._overruled: deque[str] = deque(maxlen=MOST_COMMANDS)
         """Commands about the pause that later ones have taken the place of."""
 
@@ -64,7 +66,10 @@ class Orders:
         adapters = max(ours.adapters, theirs.adapters, key=lambda each: each.number)
         if theirs.revision > self._learned:
             if not self._is_asked:
-                ours = theirs
+                pause = {"pause": ours.pause, "command": ours.command} if self._pauses else {}
+                ours = msgspec.structs.replace(theirs, **pause)
+                if ours.sleep is not None and ours.pause is PauseMode.WAIT:
+                    ours = msgspec.structs.replace(ours, pause=PauseMode.KEEP)
             self._learned = theirs.revision
         revision = max(self.current.revision, (self._learned // GENERATION + 1) * GENERATION)
         ours = msgspec.structs.replace(
@@ -91,14 +96,15 @@ class Orders:
 
     def set_pause(self, wish: SetPause) -> OperatorAnswer:
         """Pause or resume the mesh; the same command again asks whether that is in effect."""
-        self._is_asked = True
         if wish.command != self.current.command:
             if wish.command in self._overruled:
                 text = "a later command to pause or resume has taken the place of this one"
                 return OperatorAnswer(command=wish.command, status=CONFLICT, text=text)
             self._overruled.append(self.current.command)
+            self._pauses = True
             waits_asleep = wish.mode is PauseMode.WAIT and self.current.sleep is not None
-            self.change(pause=PauseMode.KEEP if waits_asleep else wish.mode, command=wish.command)
+            mode = PauseMode.KEEP if waits_asleep else wish.mode
+            self._change(msgspec.structs.replace(self.current, pause=mode, command=wish.command))
         waits = self.behind()
         what = f"paused ({wish.mode})" if wish.mode is not None else "resumed"
         if not waits:

@@ -152,6 +152,18 @@ def test_a_pause_outlasts_a_sleep() -> None:
     assert mesh.members[0].orders.standstill is PauseMode.KEEP
 
 
+def test_a_pause_that_a_restarted_coordinator_hears_of_first_wakes_nobody() -> None:
+    mesh = SleepingMesh(2)
+    mesh.sleep()
+    mesh.talk_all()
+    mesh.talk_all()
+    mesh.restart()
+    mesh.pause(PauseMode.KEEP, arrives=False)
+    mesh.talk_all()
+    assert mesh.without() == [BOTH, BOTH]
+    assert {member.orders.pause for member in mesh.members} == {PauseMode.KEEP}
+
+
 def test_a_command_to_wake_a_mesh_that_does_not_sleep_is_done() -> None:
     mesh = SleepingMesh(1)
     mesh.wake()

@@ -261,7 +261,8 @@ class OrderedWorld(PausedWorld):
             return
         if self.is_asleep:
             self.checker.broken(Rule.ASLEEP, f"{instance.name} gives a token after the sleep was done")
-        if instance.following.number < self.newest:
+        known = max(each.member_state.orders.weights.number for each in self.instances.values() if each.alive)
+        if instance.following.number < self.newest <= known:  # else all that knew of it are dead
             self.checker.broken(Rule.VERSIONS, f"{instance.name} uses weights older than {self.newest}")
 
     def computes(self, instance: OrderedInstance, group: Group) -> None:
