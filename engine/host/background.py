@@ -35,7 +35,7 @@ SHARE_BESIDE_STEPS = 0.25
 SLICE = 0.001
 """Seconds of such work after which it pauses."""
 LONGEST_REST = 0.5
-"""Longest pause between two slices of such work, in seconds."""
+"""Longest pause of such work, in seconds."""
 
 Result = TypeVar("Result")
 
