@@ -59,5 +59,26 @@ def few_forward(
     return outputs
 
 
+def choose_experts(
+    logits: torch.Tensor, top_k: int, *, normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shares and numbers [tokens, k] of the most likely experts, by logits [tokens, experts]."""
+    tokens, experts = logits.shape
+    logits = logits.contiguous()
+    scores = logits.new_empty(tokens, top_k)
+    chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    kernels.choose_experts[(tokens,)](
+        logits,
+        scores,
+        chosen,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        BLOCK_E=1 << (experts - 1).bit_length(),
+        BLOCK_C=1 << (top_k - 1).bit_length(),
+        NORMALISED=normalised,
+    )
+    return scores, chosen
+
+
 def _block(inputs: int) -> int:
     return min(BLOCK_INPUTS, max(16, 1 << (inputs - 1).bit_length()))

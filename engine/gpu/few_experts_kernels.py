@@ -1,6 +1,7 @@
-"""Triton kernels of experts for few tokens: matrix by vector, for each pair of a token and an expert.
+"""Triton kernels of experts for few tokens: each pair's matrices by its vector.
 
-A pair reads the matrices of its expert by itself, so nothing is sorted. Sums are those of the pair alone.
+A pair of a token and an expert reads the matrices of its expert by itself, so nothing is sorted. Sums are
+those of the pair alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def matrix_by_vector(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sums [BLOCK_N] of lines ``n`` of a matrix [OUT, IN] times a vector [IN], in float32."""
+    """Sums [BLOCK_N], in float32, of a matrix's lines ``n`` times a vector.
+
+    The matrix is [OUT, IN].
+    """
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, IN, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -81,9 +85,9 @@ def few_down(
     top_k,
     weight_expert,
     weight_out,
+    EXPERTS: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -103,3 +107,39 @@ def few_down(
             found = matrix_by_vector(matrix, vector, n, weight_out, IN, OUT, BLOCK_N, BLOCK_K)
             total += tl.load(shares + pair).to(tl.float32) * found.to(inner.dtype.element_ty).to(tl.float32)
     tl.store(outputs + token.to(tl.int64) * OUT + n, total.to(outputs.dtype.element_ty), mask=n < OUT)
+
+
+@triton.jit(do_not_specialize_on_alignment=["logits", "scores", "chosen"])
+def choose_experts(
+    logits,
+    scores,
+    chosen,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    NORMALISED: tl.constexpr,
+):
+    """Program (token): the most likely experts, and their shares; of equal ones the first.
+
+    logits [tokens, EXPERTS]; scores and chosen [tokens, TOP_K]. With ``NORMALISED`` shares add up to 1.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
+    logit = tl.load(logits + token * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf")).to(
+        tl.float32
+    )
+    weight = tl.exp(logit - tl.max(logit, 0))
+    share = tl.where(expert < EXPERTS, weight / tl.sum(weight, 0), -1.0)
+    found, numbers = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.int64)
+    for place in range(TOP_K):
+        best = tl.max(share, 0)
+        first = tl.min(tl.where(share == best, expert, BLOCK_E), 0)
+        found = tl.where(choice == place, best, found)
+        numbers = tl.where(choice == place, first, numbers)
+        share = tl.where(expert == first, -1.0, share)
+    if NORMALISED:
+        found = found / tl.sum(found, 0)
+    line = token * TOP_K + choice
+    tl.store(scores + line, found.to(scores.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(chosen + line, numbers, mask=choice < TOP_K)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.gpu import fused_layers
+from engine.gpu.few_routers import FewRouter, fuse_routers
 from engine.gpu.fused_layers import FusedNorm, GatedLayer, MergedLinear, are_alike, random_rows
 from engine.gpu.grouped_experts import use_few_experts
 from engine.gpu.late_rotary import LateNorm
@@ -61,7 +62,10 @@ def fuse_few_rows(model: Any, merged: dict[int, MergedLinear], *, experts: bool 
             parts.put_in_place()
             layer.forward = FewRowsLayer(layer, parts)
             count += 1
-    mixtures = use_few_experts(model) if experts else 0
+    mixtures = 0
+    if experts:
+        mixtures = use_few_experts(model)
+        fuse_routers(model)
     logger.info("fused for few rows: %d layers, experts of %d", count, mixtures)
     return count
 
@@ -69,7 +73,7 @@ def fuse_few_rows(model: Any, merged: dict[int, MergedLinear], *, experts: bool 
 def leave_layers(model: Any) -> None:
     """Let layers compute any number of rows as they compute many."""
     for layer in model.modules():
-        if isinstance(forward := vars(layer).get("forward"), FewRowsLayer):
+        if isinstance(forward := vars(layer).get("forward"), FewRowsLayer | FewRouter):
             forward.most_rows = 0
 
 

@@ -458,7 +458,9 @@ def fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor) -> bool:
     )
 
 
-def are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor]) -> bool:
+def are_alike(
+    ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor], *, dtype: torch.dtype | None = None
+) -> bool:
     """Whether a kernel gives what it replaces gives, but for rounding."""
     try:
         with torch.inference_mode():
@@ -471,5 +473,5 @@ def are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tenso
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     difference = (found.double() - expected.double()).norm()
-    limit = TOLERANCE.get(found.dtype, 2e-2) * expected.double().norm()
+    limit = TOLERANCE.get(dtype or found.dtype, 2e-2) * expected.double().norm()
     return bool(difference <= limit)

@@ -28,7 +28,10 @@ FEW_NAME = "lockstep_few"
 """Name of :func:`few_or_many_forward` there."""
 
 FEW_TOKENS = 8
-"""Tokens up to which experts are multiplied pair by pair: more would read matrices several times."""
+"""Tokens up to which experts are multiplied pair by pair.
+
+More would read matrices several times.
+"""
 FEW_ATTRIBUTE = "lockstep_few"
 """Attribute of expert layers: whether few tokens are computed by :mod:`engine.gpu.few_experts`."""
 FEW_BYTES = 256 << 20
@@ -102,7 +105,7 @@ def _forward(
 
 
 def use_few_experts(model: Any) -> int:
-    """Let layers of experts compute few tokens pair by pair where that agrees; returns how many."""
+    """Let experts compute few tokens pair by pair where that agrees; returns how many."""
     from engine.gpu.few_experts import few_forward
 
     def few(*arguments: Any) -> torch.Tensor:

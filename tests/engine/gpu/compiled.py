@@ -185,6 +185,9 @@ class Steps:
         ids = empty(len(hidden), sizes.top_k, dtype=torch.int64)
         if not sizes.is_transposed and len(hidden) <= FEW_TOKENS:
             module._apply_gate = fused_layers.FusedGate(tanh=False)
+            few_experts.choose_experts(
+                empty(len(hidden), sizes.experts, dtype=dtype), sizes.top_k, normalised=True
+            )
             few_experts.few_forward(module, hidden, ids, empty(len(hidden), sizes.top_k, dtype=dtype))
         pairs = grouped_products.Pairs.of(ids, sizes.experts)
         linear = grouped_products.grouped_linear

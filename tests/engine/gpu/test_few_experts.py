@@ -9,6 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.gpu import few_experts, fused_layers, grouped_experts
 from engine.gpu.few_experts import few_forward
+from engine.gpu.few_routers import fuse_routers
 from engine.gpu.grouped_experts import FEW_ATTRIBUTE, FEW_TOKENS, each_expert, use_few_experts
 from tests.engine.gpu.families import own_functions_again
 from tests.engine.tiny_models import FAMILIES
@@ -34,7 +35,7 @@ def layers_of(model) -> list[torch.nn.Module]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_those_of_a_product_each(family: str, dtype: torch.dtype) -> None:
-    """And a token has the bits that it has alone. Numbers beyond the experts add nothing."""
+    """A token has the bits that it has alone, and numbers beyond the experts add nothing."""
     layer = layers_of(make(family, dtype))[0]
     count, width = layer.gate_up_proj.shape[0], layer.gate_up_proj.shape[2]
     numbers = torch.Generator().manual_seed(2)
@@ -54,6 +55,51 @@ def test_experts_are_those_of_a_product_each(family: str, dtype: torch.dtype) ->
         kept = torch.where(ids == ids[0, 0], 0.0, shares)
         other = few_forward(layer, hidden, beyond, shares)
         assert torch.equal(other, few_forward(layer, hidden, ids, kept))
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_most_likely_experts_are_chosen(normalised: bool) -> None:
+    """The first ones of those that are equal; a token by itself gets the same."""
+    logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    logits[3, 2:7] = 4.0
+    scores, chosen = few_experts.choose_experts(logits, 3, normalised=normalised)
+    expected = logits.softmax(dim=-1).topk(3)
+    shares = expected.values / expected.values.sum(dim=-1, keepdim=True) if normalised else expected.values
+    torch.testing.assert_close(scores, shares)
+    assert chosen[3].tolist() == [2, 3, 4]
+    rest = [0, 1, 2, 4]
+    assert torch.equal(chosen[rest], expected.indices[rest])
+    alone = few_experts.choose_experts(logits[1:2], 3, normalised=normalised)
+    assert torch.equal(alone[0], scores[1:2])
+    assert torch.equal(alone[1], chosen[1:2])
+
+
+def test_routers_of_few_tokens_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_layers, "DEVICES", {"cpu", "cuda"})
+    model = make("qwen3_moe")
+    few, many = (torch.arange(count, device=DEVICE)[None] * 7 % 90 for count in (FEW_TOKENS, FEW_TOKENS + 1))
+    with torch.inference_mode():
+        expected = [model(input_ids=ids, use_cache=False).logits for ids in (few, many)]
+        assert fuse_routers(model) == len(layers_of(model))
+        launched: list[int] = []
+        launch = few_experts.choose_experts
+
+        def noted(logits: torch.Tensor, *rest, **options):
+            launched.append(len(logits))
+            return launch(logits, *rest, **options)
+
+        monkeypatch.setattr(few_experts, "choose_experts", noted)
+        found = [model(input_ids=ids, use_cache=False).logits for ids in (few, many)]
+    assert launched == [FEW_TOKENS] * len(layers_of(model))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()), rtol=1e-4)
+    other = make("qwen3_moe")
+    for wrong in (
+        lambda logits, top_k, normalised: launch(-logits, top_k, normalised=normalised),
+        lambda logits, top_k, normalised: launch(logits, top_k, normalised=not normalised),
+    ):
+        monkeypatch.setattr(few_experts, "choose_experts", wrong)
+        assert fuse_routers(other) == 0
 
 
 def test_few_tokens_take_this_way_and_many_another(monkeypatch: pytest.MonkeyPatch) -> None:
