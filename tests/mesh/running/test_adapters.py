@@ -138,11 +138,15 @@ ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 EXPERTS = ATTENTION | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 HEAD = {"target_modules": [*PROJECTIONS, "lm_head"]}
 DP, TP, PP, SPREAD = ("-dp", "2"), ("-dp", "1", "-tp", "2"), ("-dp", "1", "-pp", "2"), ("-dp", "2", "-ep")
+WHOLE = (*DP, "--no-enable-expert-parallel")
 OF_FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("granitemoe", EXPERTS, PP),
     ("qwen3_moe", ATTENTION, SPREAD),
-    *(("granitemoe", what, where) for what, where in ((EXPERTS, DP), (ATTENTION, TP), (ATTENTION, SPREAD))),
-    *(("qwen3_moe", what, where) for what, where in ((EXPERTS, DP), (EXPERTS, PP), (ATTENTION, TP))),
+    *(
+        ("granitemoe", what, where)
+        for what, where in ((EXPERTS, WHOLE), (ATTENTION, TP), (ATTENTION, SPREAD))
+    ),
+    *(("qwen3_moe", what, where) for what, where in ((EXPERTS, WHOLE), (EXPERTS, PP), (ATTENTION, TP))),
     *(("qwen3", what, where) for what, where in ((HEAD, DP), ({}, TP), (HEAD, PP))),
     *(("gemma3_text", {}, where) for where in (DP, TP, PP)),
 ]
