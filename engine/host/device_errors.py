@@ -1,4 +1,4 @@
-"""Errors of a GPU and of its driver, which end an instance with the reason in one line."""
+"""Errors of a GPU or its driver, which end an instance."""
 
 from __future__ import annotations
 
