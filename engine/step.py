@@ -157,7 +157,7 @@ class StepResult(msgspec.Struct, frozen=True):
     proposal_seconds: float = 0.0
     """Part of the step's time that proposing took."""
     routed_experts: dict[int, RoutedExperts] = {}
-    """Experts of a row's tokens, those of refused drafts among them, by row that keeps them."""
+    """Experts of a row's tokens, refused drafts included, by row that keeps them."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):

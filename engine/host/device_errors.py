@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 SIGNS = ("CUDA error", "CUDA driver", "NVIDIA driver", "HIP error", "CUBLAS_STATUS", "NCCL error")
-"""Words of torch's errors by which a device or its driver is known to have failed."""
+"""Words of torch's errors that mean a failed device or driver."""
 
 
 def device_error(error: BaseException) -> str:
-    """First line of an error of a device or its driver; empty if it is none.
+    """First line of a device's or driver's error; empty for other errors.
 
     A lost device, a kernel that failed and a driver that is too old are RuntimeErrors of torch.
     """

@@ -58,7 +58,7 @@ class DraftPositions:
         return found
 
     def first(self, slot: int, tokens: Int64s, table: Int32s, start: int) -> int:
-        """Position at which a context begins of which all before ``start`` cannot be computed any more.
+        """First position of a context whose keys before ``start`` are lost.
 
         0 if that is there. Keys of such a context count positions from there, so its blocks get no stamps.
         """

@@ -62,7 +62,7 @@ def _renamed(given: dict[str, Any], names: PredictionNames, number: int, info: M
 
 
 class PredictionInput:
-    """Input of a prediction layer: the served model's result for a position, and the next token."""
+    """Input of a prediction layer: the model's result for a position, the next token."""
 
     def __init__(self, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype) -> None:
         """Reads the layer; :attr:`model` is to be computed without its embedding.
@@ -102,5 +102,5 @@ class PredictionInput:
         return torch.nn.functional.linear(both, self._join)
 
     def result(self, stream: torch.Tensor) -> torch.Tensor:
-        """What the layer hands on of its own rows, for the token behind the next one."""
+        """Results of the layer's own rows, for the token behind the next one."""
         return stream if self._first_sees_nothing else self._last_norm(stream)

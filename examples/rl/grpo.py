@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""GRPO with the shipped model: rollouts of a mesh, gradients of torch, weights handed over while it serves.
+"""GRPO with the shipped model: rollouts of a mesh, gradients of torch.
 
     python -m examples.rl.grpo
     python -m examples.rl.grpo --iterations 4 --kill-at 2
@@ -53,7 +53,7 @@ def reward(text: str) -> float:
 
 
 def ratios_of(mesh: Mesh, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
-    """Ratio of the policy over the one that sampled, by token, before the gradient step: exactly 1.0."""
+    """Ratio of policy and sampling policy by token, 1.0 before the gradient step."""
     ratios = []
     for rollout, scored in zip(rollouts, mesh.score(rollouts), strict=True):
         assert scored == rollout.logprobs, "a score differs from the log-probability of sampling"

@@ -27,7 +27,7 @@ class Rollout:
     prompt: list[int]
     answer: list[int]
     logprobs: list[float]
-    """Of the answer's tokens, when they were sampled."""
+    """Log-probabilities of the answer's tokens, when they were sampled."""
     text: str
     reward: float = 0.0
 

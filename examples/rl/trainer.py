@@ -1,4 +1,4 @@
-"""GRPO in torch on a model of transformers; its log-probabilities are torch's, not the mesh's bits."""
+"""GRPO in torch on a model of transformers, with torch's log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints that put all instances to sleep and wake them up, under vLLM's and SGLang's paths.
+"""Endpoints for sleep and waking of all instances, under vLLM's and SGLang's paths.
 
 Part of the admin API, with its port and keys. Sleep is an order to all instances
 (docs/design/weight-versions.md): they give back memory, and new requests wait.

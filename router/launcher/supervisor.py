@@ -207,7 +207,7 @@ class Supervisor:
         watcher.add_done_callback(self._watchers.discard)
 
     async def _report_ending(self, child: ChildProcess) -> None:
-        """Report an instance that dies before the system has let go of its memory and its devices."""
+        """Report a dying instance before the system has released its memory and devices."""
         while not child.is_reported and not child.retired:
             await asyncio.sleep(ENDING_INTERVAL)
             status = ending_status(child.process.pid) if child.instance else None

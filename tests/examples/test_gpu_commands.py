@@ -1,4 +1,4 @@
-"""The three commands for a borrowed GPU, on a CPU and with only the packages that such a machine has."""
+"""The three commands for a borrowed GPU, on a CPU with its packages."""
 
 from __future__ import annotations
 

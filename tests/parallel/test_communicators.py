@@ -533,7 +533,7 @@ def test_a_watch_tells_who_has_ended_even_before_its_parent_knows() -> None:
 
 
 def test_a_watch_tells_who_is_ending_before_the_system_has_let_go_of_it() -> None:
-    """Here a thread outlasts the first one; a GPU's driver keeps a killed process for a second and more."""
+    """A thread outlasts the first one, as a GPU's driver keeps a killed process."""
     end_of_thread = 93 if os.uname().machine == "aarch64" else 60
     code = (
         "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "

@@ -152,7 +152,7 @@ def milliseconds_of_end(descriptor: int, seconds: float) -> float | None:
 def generate(
     mesh: Mesh, turn: str, tokens: int, count: int, kills: bool
 ) -> tuple[list[Stream], dict[str, Any]]:
-    """All streams, to their ends; with ``kills`` the instance that has most of them is killed meanwhile."""
+    """All streams, to their ends; ``kills``: the instance with most of them dies."""
     streams = [Stream(number, f"{turn}-{number}", tokens) for number in range(count)]
     threads = [threading.Thread(target=each.run, args=(mesh.port,)) for each in streams]
     for thread in threads:
@@ -174,7 +174,7 @@ def generate(
 
 
 def compare(expected: list[Stream], found: list[Stream], killed: dict[str, Any]) -> list[dict[str, Any]]:
-    """What became of each stream: where it ran, its pause, and the first token that differs."""
+    """Result of each stream: its instance, its pause, the first token that differs."""
     rows = []
     for before, after, rank in zip(expected, found, killed["ranks"], strict=True):
         pairs = zip(before.ids, after.ids, strict=False)

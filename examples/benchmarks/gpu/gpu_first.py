@@ -1,4 +1,4 @@
-"""Speed on a GPU in nine minutes: tests of kernels, steps and prompts of models, a peer.
+"""Speed on a GPU in nine minutes: kernels, steps, prompts, a peer.
 
     python3 -m examples.benchmarks.gpu.gpu_first
     python3 -m examples.benchmarks.gpu.gpu_first --before ../older        # beside another checkout
@@ -128,7 +128,7 @@ def tests(paths: list[str], directory: Path, name: str) -> Callable[[float], Res
 def measured(
     module: str, arguments: list[str], directory: Path, name: str, root: Path = ROOT
 ) -> Callable[[float], Result]:
-    """A module whose numbers in a file count even if it ends badly; ``root``: the checkout that it is of."""
+    """A module of the checkout ``root``, whose numbers count even if it fails."""
     stem = name.replace(",", "").replace(" ", "-")
     output = directory / f"{stem}.json"
 

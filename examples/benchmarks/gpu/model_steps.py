@@ -87,7 +87,7 @@ def bandwidth(device: str) -> float:
 
 
 def memory_of(device: str) -> dict[str, Any]:
-    """Bytes in use on the device: by torch's tensors and pools, by the driver, and by nvidia-smi."""
+    """Bytes in use on the device by torch, by the driver, and by nvidia-smi."""
     if device != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info()

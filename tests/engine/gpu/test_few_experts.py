@@ -35,7 +35,7 @@ def layers_of(model) -> list[torch.nn.Module]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_those_of_a_product_each(family: str, dtype: torch.dtype) -> None:
-    """A token has the bits that it has alone, and numbers beyond the experts add nothing."""
+    """A token has its bits alone; numbers beyond the experts add nothing."""
     layer = layers_of(make(family, dtype))[0]
     count, width = layer.gate_up_proj.shape[0], layer.gate_up_proj.shape[2]
     numbers = torch.Generator().manual_seed(2)

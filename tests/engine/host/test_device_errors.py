@@ -1,4 +1,4 @@
-"""Errors of a GPU and its driver: the reason in one line, and an end that others notice."""
+"""Errors of a GPU and its driver: the reason in one line, then the end."""
 
 from __future__ import annotations
 

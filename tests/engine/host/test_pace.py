@@ -16,7 +16,7 @@ from engine.weight_versions.resting import Resting
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that were made, none of which is waited for; each slice of work takes 10 ms."""
+    """Pauses that were asked for, without waiting; each slice takes 10 ms."""
     found: list[float] = []
     clock = iter(range(1000))
     monkeypatch.setattr(time, "sleep", found.append)

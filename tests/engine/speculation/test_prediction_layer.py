@@ -70,7 +70,7 @@ def greedy(count: int) -> list[Submit]:
     ids=["together", "chunks", "prefix hits"],
 )
 def test_proposals_are_what_torch_predicts(served: Served, how: How, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each request's whole context; up to rounding, and a shared block's last position.
+    """Keys of each request's context, up to rounding and a shared block's end.
 
     What is drafted then is what follows, in part, so that tokens are accepted and refused.
     """

@@ -1,4 +1,4 @@
-"""Twenty updates with shared prefixes, files and fetches under way: no block of an older version is hit."""
+"""Twenty updates under fetches: no block of an older version is hit."""
 
 from __future__ import annotations
 

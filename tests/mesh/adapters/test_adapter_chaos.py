@@ -1,4 +1,4 @@
-"""Adapters that change under load, with deaths and joins: each answer is of the right one."""
+"""Adapters that change under load with deaths: each answer is the right one's."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Chaos:
     # ---- the check
 
     def problem_with(self, answer: Answer) -> str | None:
-        """Why an answer is not of an adapter that its name had when it came; None if it is."""
+        """Why an answer is another adapter's than its name had; None if not."""
         named = [Period("", 0.0)] if answer.name == SHIPPED_MODEL else self.periods[answer.name]
         may = {each.adapter for each in named if each.begins <= answer.began and each.ends >= answer.sent}
         if answer.status == 404 and answer.name != SHIPPED_MODEL:

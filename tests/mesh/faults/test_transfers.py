@@ -40,7 +40,7 @@ PLACES = pytest.mark.parametrize(
 STAGED = "KV blocks are copied through host memory"
 """Line in the log of an instance whose cache is on a device."""
 LONG, MEDIUM, SHORT = 1400, 1000, 400
-"""Tokens of an answer that outlasts a drain, a change of instances, and a drain of workers."""
+"""Tokens of an answer that outlasts two drains and a change of instances."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:

@@ -1,4 +1,4 @@
-"""The short form of examples/rl: ratios of exactly 1.0, an instance killed, new weights each step."""
+"""The short form of examples/rl: ratios of exactly 1.0, an instance killed."""
 
 from __future__ import annotations
 

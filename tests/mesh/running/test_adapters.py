@@ -152,7 +152,7 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 """Families, what adapters change there, and layouts."""
 EACH_PUSH = 2
-"""Of these, the first ones."""
+"""The first of these prompts."""
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_copies_of_a_request_that_outruns_them_end() -> None:
 
 
 def test_a_request_that_may_stay_moves_though_it_outruns_its_copies() -> None:
-    """What lacks is as much as the source computes in one copy, and comes with the hand-over."""
+    """What one copy's time computes comes with the hand-over."""
     world = World()
     (action,) = world.departures.begin_some(world.source, world.entries, world.loss)
     for _ in range(2):

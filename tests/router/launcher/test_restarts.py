@@ -175,7 +175,7 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
 
 
 def test_an_instance_that_is_ending_is_reported_before_the_system_has_let_go_of_it() -> None:
-    """Here a thread outlasts the first one; a GPU's driver keeps a killed process for a second and more."""
+    """A thread outlasts the first one, as a GPU's driver keeps a killed process."""
     end_of_thread = 93 if os.uname().machine == "aarch64" else 60
     code = (
         "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "

@@ -38,7 +38,7 @@ class World:
 
 
 class RouterStore:
-    """The store as one life of a router sees it: what it has not committed at its death is lost."""
+    """The store for one life of a router: what is not committed dies with it."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

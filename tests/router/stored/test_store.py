@@ -30,7 +30,7 @@ def answer(store: AnswerStore, id: str, *, tenant: str = "t", lasts: float = 60.
 
 
 def dies(store: AnswerStore) -> None:
-    """What the kernel does for a killed router: its lock is free, its file still there."""
+    """A router's death as the kernel has it: its lock is free, its file there."""
     import os
 
     os.close(store._lock)

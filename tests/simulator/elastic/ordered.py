@@ -1,4 +1,4 @@
-"""Schedules in which trainers bring new weights, and operators put the mesh to sleep and pause it.
+"""Schedules with new weights, sleeps and pauses.
 
 All that step under one epoch have the weights of its plan, no version comes back, and nobody computes while a
 member of its group is without weights: through deaths, joins and restarts of the coordinator.

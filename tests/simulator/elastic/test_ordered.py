@@ -113,7 +113,7 @@ class StaysWithItsWeights(OrderedInstance):
 
 
 class ReadsTheOldDirectory(OrderedInstance):
-    """A joiner reads the directory of its command line, whatever the mesh has gone over to."""
+    """A joiner reads its command line's directory, whatever the mesh serves."""
 
     def _read_weights(self, update: WeightUpdate) -> str:
         return FIRST if self.group is None and self.number > 2 else super()._read_weights(update)

@@ -75,7 +75,7 @@ class Server:
         claimed: Numerics | None = None,
         adapter: str = "",
     ) -> Capsule:
-        """The capsule of an answer, drawn token by token; ``claimed``: the class that it names; ``adapter``: name.
+        """The capsule of an answer, drawn token by token; ``claimed``: its class.
 
         ``ids``: tokens of the prompt in place of its text.
         """
