@@ -33,7 +33,7 @@ def answers(ports: Ports, rank: int | None = None) -> list[list[int]]:
 
 
 class Load:
-    """Requests that go on all the time, of which none may fail or be cut short."""
+    """Requests without a break, of which none may fail or be cut short."""
 
     def __init__(self, mesh: Ports) -> None:
         self._mesh = mesh
