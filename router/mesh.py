@@ -212,6 +212,14 @@ class Generation(Protocol):
         ...
 
     @property
+    def first_class(self) -> Numerics | None:
+        """The numerics class that ``fingerprint`` names; None where its name alone is known.
+
+        The mesh may have no instance of it by now: their weights have changed.
+        """
+        ...
+
+    @property
     def numerics_changes(self) -> Sequence[NumericsSwitch]:
         """Changes of its numerics class after the first token.
 

@@ -43,10 +43,12 @@ def capsule_of(
 ) -> bytes:
     """The capsule of an answer as JSON, signed if there is a key.
 
-    ``classes`` are those of the mesh; ``params`` those of the request, stop strings included; ``request`` is
-    the digest of its body.
+    ``classes`` are those of the mesh now; ``params`` those of the request, stop strings included; ``request``
+    is the digest of its body.
     """
     used = {class_name_of(sample.fingerprint) for sample in samples if sample.fingerprint}
+    firsts = (sample.first_class for sample in samples)
+    known = {each.fingerprint: each for each in (*classes, *firsts) if each is not None}
     digest = samples[0].prompt.adapter if samples else ""
     adapter = CapsuleAdapter(digest, model.served.ranks) if digest else None
     weights = tuple(CapsuleWeights(sample.index, tuple(sample.weight_spans)) for sample in samples)
@@ -57,7 +59,7 @@ def capsule_of(
         id=id,
         created=created,
         model=model_of(model),
-        numerics=tuple(each for each in classes if each.fingerprint in used),
+        numerics=tuple(each for name, each in known.items() if name in used),
         prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
         weights=weights,
         adapter=adapter,

@@ -143,6 +143,7 @@ class RequestRun:
         sample = self.samples[position]
         if not sample.num_tokens:
             sample.fingerprint = self._fingerprint(generation, sample.prompt.adapter)
+            sample.first_class = generation.first_class
             sample.known_changes = generation.numerics_changes
             sample.known_weights = generation.weight_spans
         if delta.token_ids:  # else it is an error

@@ -193,7 +193,7 @@ class Chooser:
                 self.hot.saw(prompt.prompt_ids, prompt.cache_salt, blocks, prompt.adapter)
         number = instance.dispatch(entry.work, now, cached=cached + spared)
         self._ledger.place(entry, instance.name, number)
-        entry.is_computed_in(instance.fingerprint, instance.weights)
+        entry.is_computed_in(instance.numerics, instance.weights)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
             self._pool.index.expect(instance.name, number, blocks[length:])
         return number

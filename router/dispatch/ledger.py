@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coordinator.numerics import Numerics
 from engine.messages import Delta, Submit, WeightsInUse
 from router.mesh import NumericsSwitch, Prompt, TokenSink, WeightSpan
 
@@ -105,6 +106,8 @@ class Entry:
     """Whether a delta of any try has come."""
     fingerprint: str | None = None
     """Name of the numerics class that gives the first token."""
+    first_class: Numerics | None = None
+    """That class; None where its name alone is known."""
     numerics: str | None = None
     """Name of the numerics class in which its current try is computed."""
     numerics_changes: list[NumericsSwitch] = field(default_factory=list)
@@ -206,13 +209,13 @@ class Entry:
         """Name of the numerics class that computed its newest token."""
         return self.numerics_changes[-1].after if self.numerics_changes else self.fingerprint
 
-    def is_computed_in(self, numerics: str | None, weights: WeightsInUse | None = None) -> None:
+    def is_computed_in(self, numerics: Numerics | None, weights: WeightsInUse | None = None) -> None:
         """Record numerics class and weights of its current try, which may not have begun."""
-        self.numerics = numerics
+        self.numerics = None if numerics is None else numerics.fingerprint
         if weights is not None and weights != self.weights:
             self.weights, self.blocks = weights, None  # names of blocks begin with the weights
         if not self.has_begun:
-            self.fingerprint = numerics
+            self.fingerprint, self.first_class = self.numerics, numerics
 
     @property
     def least_weights(self) -> int:

@@ -220,7 +220,7 @@ class RequestMover(RequestDispatcher):
     def follow_class(self, instance: PooledInstance) -> None:
         """Record that an instance computes in another numerics class from now on."""
         for entry in self._ledger.of_instance(instance.name):
-            entry.is_computed_in(instance.fingerprint, instance.weights)
+            entry.is_computed_in(instance.numerics, instance.weights)
             if not entry.fruitless:
                 self._note_class(entry)
 
@@ -231,7 +231,7 @@ class RequestMover(RequestDispatcher):
         """
         num_going_on = 0
         for entry in self._ledger.of_instance(instance.name):
-            entry.is_computed_in(instance.fingerprint, instance.weights)
+            entry.is_computed_in(instance.numerics, instance.weights)
             if not entry.fruitless:
                 entry.changes_class()
                 num_going_on += entry.changes_weights() and not entry.prompt.background

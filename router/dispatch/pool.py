@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator.messages import Member, Role, State, View
+from coordinator.numerics import Numerics
 from coordinator.views import ViewNews
 from engine.messages import Capacity, Counters, InstanceReport, WeightsInUse
 from router.dispatch.circuit_breaker import CircuitBreaker
@@ -108,15 +109,21 @@ class PooledInstance:
         return LOADED_WEIGHTS if self.capacity is None else self.capacity.in_use
 
     @property
-    def fingerprint(self) -> str | None:
-        """Name of its numerics class; None if its version names none.
+    def numerics(self) -> Numerics | None:
+        """Its numerics class; None if its version names none.
 
         Where the newest view has other weights than the instance itself has named, the instance is right.
         """
         seen, own = self.member.numerics, self.weights.numerics
         if own is not None and (seen is None or (seen.invariant and seen.weights != own.weights)):
-            return own.fingerprint
-        return None if seen is None else seen.fingerprint
+            return own
+        return seen
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Name of its numerics class; None if its version names none."""
+        numerics = self.numerics
+        return None if numerics is None else numerics.fingerprint
 
     @property
     def role(self) -> Role:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from coordinator.numerics import Numerics
 from engine.messages import Delta
 from router.dispatch.ledger import Entry
 from router.mesh import NumericsSwitch, TokenSink, WeightSpan
@@ -51,6 +52,11 @@ class Stream:
     def fingerprint(self) -> str | None:
         """See :class:`router.mesh.Generation`."""
         return self._entry.fingerprint
+
+    @property
+    def first_class(self) -> Numerics | None:
+        """See :class:`router.mesh.Generation`."""
+        return self._entry.first_class
 
     @property
     def numerics_changes(self) -> Sequence[NumericsSwitch]:

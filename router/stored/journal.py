@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from coordinator.numerics import Numerics
 from engine.messages import Delta
 from router.mesh import Generation, Known, Mesh, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
 
@@ -149,6 +150,11 @@ class JournalGeneration:
     def fingerprint(self) -> str | None:
         """See :class:`router.mesh.Generation`."""
         return self._numerics
+
+    @property
+    def first_class(self) -> Numerics | None:
+        """See :class:`router.mesh.Generation`; tokens of an earlier process have a name alone."""
+        return None if self._generation is None else self._generation.first_class
 
     @property
     def numerics_changes(self) -> Sequence[NumericsSwitch]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
+from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, RoutedExperts, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
@@ -66,6 +67,8 @@ class OutputStream:
         """How many samples of the same prompt there are."""
         self.fingerprint: str | None = None
         """Name of the numerics class in which its first token was computed."""
+        self.first_class: Numerics | None = None
+        """That class; None where its name alone is known."""
         self.known_changes: Sequence[NumericsSwitch] = ()
         """Changes of its numerics class, also between tokens that are not read yet."""
         self.known_weights: Sequence[WeightSpan] = ()

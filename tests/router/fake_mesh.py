@@ -85,6 +85,10 @@ class FakeGeneration:
         return self._mesh.fingerprints.get(self.prompt.sample_index)
 
     @property
+    def first_class(self) -> Numerics | None:
+        return self._mesh.first_classes.get(self.prompt.sample_index)
+
+    @property
     def numerics_changes(self) -> Sequence[NumericsSwitch]:
         return self._mesh.changes.get(self.prompt.sample_index, ())
 
@@ -146,6 +150,7 @@ class FakeMesh:
         self.healthy = True
         self.script = script
         self.fingerprints: dict[int, str] = {}
+        self.first_classes: dict[int, Numerics] = {}
         """Numerics class of the instance that computes each sample of a prompt."""
         self.changes: dict[int, list[NumericsSwitch]] = {}
         self.weight_spans: dict[int, list[WeightSpan]] = {}
@@ -168,6 +173,7 @@ class FakeMesh:
         self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
         self.healthy = True
         self.fingerprints.clear()
+        self.first_classes.clear()
         self.changes.clear()
         self.weight_spans.clear()
         self.generations.clear()

@@ -141,3 +141,15 @@ def test_a_capsule_has_the_versions_of_its_tokens(server: Server) -> None:
     assert capsule.prompts[0].samples[0].system_fingerprint == CLASS.fingerprint
     server.mesh.changes[0] = [NumericsSwitch(2, CLASS.fingerprint, None)]
     assert capsule_in(ask(server, path, BODIES[path])).prompts[0].samples[0].numerics_changes
+
+
+def test_a_capsule_has_the_class_of_weights_that_the_mesh_has_no_more(server: Server) -> None:
+    path, gone = "/v1/completions", Numerics("fp_00000000000a", "avx2", "float32", True, "digest 1")
+    server.mesh.fingerprints[0] = gone.fingerprint
+    assert capsule_in(ask(server, path, BODIES[path])).numerics == (), "its name alone is known"
+    server.mesh.first_classes[0] = gone
+    assert capsule_in(ask(server, path, BODIES[path])).numerics == (gone,)
+    both = BODIES[path] | {"n": 2, "temperature": 1}
+    server.mesh.fingerprints[1] = CLASS.fingerprint
+    server.mesh.first_classes[1] = CLASS
+    assert set(capsule_in(ask(server, path, both)).numerics) == {gone, CLASS}

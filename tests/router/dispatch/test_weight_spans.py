@@ -68,6 +68,19 @@ def test_spans_name_the_weights_of_each_token() -> None:
     assert [span.name for span in stream.weight_spans] == ["default", "step-1", "3"]
 
 
+def test_a_request_keeps_the_class_of_its_first_token() -> None:
+    world = Trained(1)
+    world.switch(0, 1, numerics=OLD)
+    stream, late = world.begin(0, tokens=2), world.begin(0, tokens=0)
+    world.switch(0, 2, numerics=NEW)
+    world.give(stream, 7)
+    world.give(late, 7)
+    assert (stream.fingerprint, stream.first_class) == (A, OLD)
+    assert (late.fingerprint, late.first_class) == (B, NEW), "it had no token of the older ones"
+    world.give(stream, 8)
+    assert (stream.first_class, world.at(0).numerics) == (OLD, NEW)
+
+
 def test_a_request_goes_on_where_the_weights_are_not_older() -> None:
     world = Trained(3)
     world.switch(0, 1)
