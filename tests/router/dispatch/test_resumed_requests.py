@@ -20,6 +20,8 @@ PROMPT = Prompt(
     cache_salt="tenant",
     adapter="5c",
     traceparent="00-1-2-01",
+    scored_from=1,
+    routed_experts=True,
     background=True,
 )
 SHARED = [each.name for each in msgspec.structs.fields(Submit) if each.name in Prompt.__struct_fields__]
