@@ -1,4 +1,4 @@
-"""Capsules of a mesh whose weights change: each is verified against the checkpoint of its version."""
+"""Capsules of a mesh whose weights change, verified against the checkpoint of each version."""
 
 from __future__ import annotations
 
