@@ -1,4 +1,4 @@
-"""Many updates of the weights under load: shared prefixes, files, transfers, and kills."""
+"""Many updates of the weights of a mesh under load, with instances killed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def fresh_answers(directory: Path, log: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("how", [DENSE, pytest.param("-ep", marks=pytest.mark.nightly)])
-def test_no_request_fails_and_no_block_of_an_older_version_is_hit(tmp_path: Path, how: str) -> None:
+def test_no_request_fails_and_answers_are_those_of_a_fresh_mesh(tmp_path: Path, how: str) -> None:
     shipped = MODELS_DIRECTORY / SHIPPED_MODEL
     directories = [trained(shipped, tmp_path / f"v{seed}", seed=seed) for seed in (1, 2)]
     expected = [fresh_answers(path, tmp_path / f"fresh {path.name}") for path in directories]
