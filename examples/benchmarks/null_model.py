@@ -36,8 +36,11 @@ class NullModel:
         self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
         self.continuation: Any = None
         self.states: Any = None
+        self.kept_choices: Any = None
 
-    def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
+    def forward(
+        self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None, keeps_choices: bool = False
+    ) -> Any:
         self.continuation = None
         return self._logits[: len(wanted)]
 

@@ -114,6 +114,7 @@ def _routes(
         Route("/v1/responses/{id}", server.not_kept, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", server.not_kept, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", server.not_kept, methods=["GET"]),
+        Route("/v1/streams/{id}", server.not_kept, methods=["GET"]),
         Route("/v1/messages", generating.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
         Route("/inference/v1/generate", generating.tokens, methods=["POST"]),

@@ -78,6 +78,7 @@ OPERATIONS = [
         "post", "/inference/v1/generate", "Token ids to token ids", GenerateRequest, Generated, True
     ),
     Operation("post", "/generate", "Text or token ids to both", NativeRequest, NativeOutput, True),
+    Operation("put", "/generate", "Text or token ids to both", NativeRequest, NativeOutput, True),
     Operation("post", "/v1/replay", "A sample of a capsule, computed again", ReplayRequest, ReplayAnswer),
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),

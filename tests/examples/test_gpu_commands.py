@@ -80,6 +80,7 @@ def borrowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else pytest loads those that are not there
     monkeypatch.setenv("HYPOTHESIS_NO_PLUGINS", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
+    monkeypatch.delenv("LOCKSTEP_COVERAGE", raising=False)  # no branches of theirs are measured
     return tmp_path
 
 

@@ -42,6 +42,7 @@ from engine.compute.torch_logits import TorchLogits
 from engine.gpu import fixed_products, fused_launches
 from engine.gpu.grouped_experts import fixed_forward, grouped_forward
 from engine.sampling import SamplingParams
+from examples.benchmarks.gpu.whole_files import write_whole
 
 BLOCK = 16
 REPEATS = 5
@@ -82,7 +83,7 @@ class Report:
 
     def add(self, **cell: Any) -> None:
         self.cells.append(cell)
-        self.path.write_text(json.dumps(self.facts | self.summary() | {"cells": self.cells}, indent=1))
+        write_whole(self.path, json.dumps(self.facts | self.summary() | {"cells": self.cells}, indent=1))
 
     def summary(self) -> Cell:
         """Operators that differ by mode, in a step's order, and the first cell."""

@@ -26,8 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
+from examples.benchmarks.gpu.whole_files import write_whole
+
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))  # where this is not installed
 
 KILL_AT = 50
 """Tokens that each stream of the victim has when it is killed."""
@@ -197,7 +200,7 @@ def measure(options: argparse.Namespace) -> int:
 
     def add(**found: Any) -> None:
         facts.update(found)
-        options.output.write_text(json.dumps(facts, indent=1))
+        write_whole(options.output, json.dumps(facts, indent=1))
 
     flags = [
         "-dp",

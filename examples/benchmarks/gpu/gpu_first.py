@@ -28,6 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
+from examples.benchmarks.gpu.whole_files import write_whole
 from parallel.devices import cuda_devices
 from router.tools.doctor.gpu import read_triton
 
@@ -66,7 +69,7 @@ class Parts:
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 result = {"failed": f"{type(error).__name__}: {error}"}
         self.results[name] = result | {"wall_s": round(time.monotonic() - began, 1)}
-        self._output.write_text(json.dumps(self.results, indent=2))
+        write_whole(self._output, json.dumps(self.results, indent=2))
 
 
 def environment(root: Path = ROOT) -> Mapping[str, str]:

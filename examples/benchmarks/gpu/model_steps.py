@@ -31,6 +31,7 @@ from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step
 from examples.benchmarks.gpu.shapes import SHAPES, read_bytes, write_config
+from examples.benchmarks.gpu.whole_files import write_whole
 
 BLOCK = 16
 CHUNK = 2048
@@ -63,7 +64,7 @@ class Report:
 
     def write(self) -> None:
         if self._path is not None:
-            self._path.write_text(json.dumps(self.facts, indent=2))
+            write_whole(self._path, json.dumps(self.facts, indent=2))
 
 
 def synchronize(device: str) -> None:

@@ -32,8 +32,8 @@ from engine.gpu.fused_kernels import rotate_and_store
 cosines, sines = torch.ones(1, 8), torch.zeros(1, 8)
 turned = torch.zeros(1, 3, 8, dtype=torch.float16)
 rotate_and_store[(1, 6)](heads, heads, heads, cosines, sines, turned, keys, values, slots,
-    STRIDE, 8, STRIDE, 8, STRIDE, 8, 8,
-    HEADS=3, KV_HEADS=3, DIM=8, VALUE_DIM=8, BLOCK=4, BLOCK_V=8)
+    cosines, cosines, 0.0, STRIDE, 8, STRIDE, 8, STRIDE, 8, 8,
+    HEADS=3, KV_HEADS=3, DIM=8, VALUE_DIM=8, BLOCK=4, BLOCK_V=8, NORMED=False, PLUS_ONE=False)
 assert keys[2, :, 0].tolist() == values[2, :, 0].tolist() == turned[0, :, 0].tolist() == [1, 2, 3]
 """
 

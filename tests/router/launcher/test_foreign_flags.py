@@ -140,7 +140,10 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
             "--enable-hierarchical-cache is not possible: --kv-cache-dir keeps KV blocks",
         ),
         (["--dp-sync-intervall", "4"], "unrecognized arguments: --dp-sync-intervall 4 (see"),
-        (["--weight-transfer", "4"], "unrecognized arguments: --weight-transfer 4 (see"),
+        (
+            ["--weight-transfer", "4"],
+            "unrecognized arguments: --weight-transfer 4; did you mean --weight-transfer-dir?",
+        ),
         (["--dtyp", "float32"], "unrecognized arguments: --dtyp float32; did you mean --dtype?"),
         (["--model", "other"], "MODEL is given twice, as '/m' and as 'other': give one of them"),
         (["--tp", "2"], "--tp is --tensor-parallel-size (-tp) here"),
