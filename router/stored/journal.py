@@ -7,6 +7,7 @@ same events come out of it, and then generates on behind them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import msgspec
 from coordinator.numerics import Numerics
 from engine.messages import Delta
 from router.mesh import Generation, Known, Mesh, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
+from router.stored.store import StoreUnusable
 
 
 class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +29,8 @@ class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
     spans: list[WeightSpan] = []
     """Weight versions of the sample's tokens, the batch included; empty: as before."""
 
+
+logger = logging.getLogger(__name__)
 
 Continues = Callable[[], Awaitable[bool]]
 
@@ -60,6 +64,8 @@ class Journal:
         self._turn = asyncio.Condition()
         self._fetching = asyncio.Lock()
         self._is_writing = False
+        self._is_lost = False
+        """The store has failed: what follows is handed out all the same."""
 
     def __repr__(self) -> str:
         return f"<Journal of {self._id}: {self._read} of {len(self._batches)} batches read>"
@@ -102,11 +108,17 @@ class Journal:
         return True
 
     async def write(self, batch: JournalBatch) -> None:
-        """Append a batch; returns once it is committed."""
+        """Append a batch; returns once it is committed, or the store has failed."""
         number = len(self._batches)
         self._batches.append(batch)
         self._read = len(self._batches)
-        await self._store.append(self._id, number, msgspec.msgpack.encode(batch))
+        if self._is_lost:
+            return
+        try:
+            await self._store.append(self._id, number, msgspec.msgpack.encode(batch))
+        except StoreUnusable as error:
+            self._is_lost = True
+            logger.error("answer %s goes on, but can no longer be resumed: %s", self._id, error)
 
 
 class JournalMesh:

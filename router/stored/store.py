@@ -113,8 +113,8 @@ class AnswerStore:
         self._lock = -1
         try:
             self._connection = self._thread.submit(self._opened, lasts).result()
-            self._lock = os.open(self._lock_of(self.owner), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._locked()
+            self._forget_the_dead()
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"the store {path} cannot be opened: {error}") from error
 
@@ -145,6 +145,27 @@ class AnswerStore:
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"its schema has version {version}, this Lockstep's {VERSION}")
         return connection
+
+    def _locked(self) -> int:
+        """Descriptor of this router's locked file.
+
+        Another router may take a new file for a dead one's before it is locked.
+        """
+        path = self._lock_of(self.owner)
+        while True:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            os.close(descriptor)
+
+    def _forget_the_dead(self) -> None:
+        """Remove the files of routers that were killed, each while it is locked here."""
+        for path in self._path.parent.glob(f"{self._path.name}.*{LOCK_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
     def _lock_of(self, owner: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{owner}{LOCK_SUFFIX}")

@@ -11,6 +11,7 @@ from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
 from router.mesh import Prompt, ServedModel
 from router.stored.journal import Journal, JournalBatch, JournalMesh, by_token
+from router.stored.store import StoreUnusable
 from tests.router.fake_mesh import FakeMesh, logprobs_of, saying
 
 MODEL = ServedModel(("tiny",), "", 512, 256)
@@ -141,3 +142,18 @@ def test_a_delta_of_several_tokens_is_cut_and_keeps_all_it_brings() -> None:
     assert second == Delta(1, [6], logprobs=[logprobs_of(6, 2)])
     assert third == Delta(1, [7], FinishReason.STOP, 7, logprobs=[logprobs_of(7, 2)])
     assert by_token(Delta(1, [5])) == [Delta(1, [5])]
+
+
+def test_an_answer_goes_on_where_the_store_fails() -> None:
+    class Failing(Memory):
+        async def append(self, id: str, number: int, batch: bytes) -> None:
+            if number == 1:
+                raise StoreUnusable("the disk is full")
+            assert number == 0, "nothing behind a hole"
+            await super().append(id, number, batch)
+
+    async def run() -> None:
+        found = await taken(Journal("a", Failing(), [], None), behind_known([5, 6, 7]), 1)
+        assert found == [(0, 5), (0, 6), (0, 7)]
+
+    asyncio.run(run())

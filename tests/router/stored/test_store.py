@@ -113,3 +113,12 @@ def test_unusable_files_are_refused_or_reported(tmp_path: Path) -> None:
         store.close()
 
     asyncio.run(run())
+
+
+def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    dead, living = opened(tmp_path), opened(tmp_path)
+    dies(dead)
+    newest = opened(tmp_path)
+    assert {each.name.split(".")[1] for each in tmp_path.glob("*.lock")} == {living.owner, newest.owner}
+    for store in (dead, living, newest):
+        store.close()
