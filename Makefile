@@ -32,7 +32,7 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
+	LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(MESH_TESTS)

@@ -1,8 +1,8 @@
 """What all tests share: how those that start real processes are run.
 
 They have deadlines in seconds, and the machine may be busy with something else. So ``make test`` runs the other
-tests first, then these, a file in each of three processes. At most two that failed run once more, each alone
-(``tests.second_tries``). A failure of any other test decides at once.
+tests first, then these, a file in each of three processes. One or two tests that failed in a part run once more, each alone
+(``tests.second_tries``).
 """
 
 from __future__ import annotations

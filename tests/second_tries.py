@@ -1,8 +1,9 @@
-"""Run of tests in which few failures of real processes get a second try.
+"""Run of tests in which one or two failures get a second try.
 
-``python -m tests.second_tries ARGUMENTS OF PYTEST``. Tests with the mark ``mesh`` have deadlines in seconds, and
-the machine may be busy. Those that fail run once more, each alone, after all others. At the end each second try is
-listed with the last line of its first failure. Any other failure decides at once.
+``python -m tests.second_tries ARGUMENTS OF PYTEST``. Tests of real processes have deadlines in seconds, and the
+machine may be busy; a file that one test leaves open, or a port that it takes, fails another. Those that fail run
+once more, each alone, after all others. At the end each second try is listed with the last line of its first failure:
+whoever reads it mends the test. A file that cannot be loaded decides at once.
 """
 
 from __future__ import annotations
@@ -21,25 +22,21 @@ MOST = 2
 class Failures:
     """A plugin that collects which tests failed, and why."""
 
-    mesh: dict[str, str] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict)
     """Test -> the last line of its first failure."""
-    others: int = 0
-    """Failures without a second try, those while tests are collected included."""
+    not_loaded: int = 0
+    """Files whose tests could not be collected."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.failed:
-            return
-        if "mesh" in report.keywords:
-            self.mesh.setdefault(report.nodeid, last_line(report.longreprtext))
-        else:
-            self.others += 1
+        if report.failed:
+            self.tests.setdefault(report.nodeid, last_line(report.longreprtext))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self.others += report.failed
+        self.not_loaded += report.failed
 
     @property
     def may_be_tried_again(self) -> bool:
-        return not self.others and 0 < len(self.mesh) <= MOST
+        return not self.not_loaded and 0 < len(self.tests) <= MOST
 
 
 def last_line(text: str) -> str:
@@ -62,12 +59,13 @@ def main(arguments: list[str]) -> int:
         return status
     if not failures.may_be_tried_again:
         print(
-            f"no second tries: {len(failures.mesh)} mesh tests failed (at most {MOST} are tried again), {failures.others} others"
+            f"no second tries: {len(failures.tests)} tests failed (at most {MOST} are tried again), "
+            f"{failures.not_loaded} files could not be loaded"
         )
         return status
-    passed = {test: try_again(test) for test in failures.mesh}
+    passed = {test: try_again(test) for test in failures.tests}
     print(f"{len(passed)} second tries (at most {MOST}):")
-    for test, first in failures.mesh.items():
+    for test, first in failures.tests.items():
         print(f"  {'passed' if passed[test] else 'FAILED'} {test}: {first}")
     return 0 if all(passed.values()) else status
 

@@ -55,7 +55,7 @@ def test_all_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--numprocesses", "2")], ids=["alone", "two processes"])
-def test_two_mesh_tests_get_a_second_try_and_are_listed(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_two_tests_get_a_second_try_and_are_listed(tmp_path: Path, flags: tuple[str, ...]) -> None:
     done = run(tmp_path, *flags, flaky=FLAKY.format(tests=2))
     assert done.returncode == 0, done.stdout
     header, *listed = done.stdout.splitlines()[-3:]
@@ -71,17 +71,17 @@ def test_a_listed_test_shows_the_last_line_of_its_first_failure(tmp_path: Path) 
     assert done.stdout.splitlines()[-1] == "  FAILED test_broken.py::test_always_fails: assert False"
 
 
-def test_a_third_failed_mesh_test_fails_the_run(tmp_path: Path) -> None:
+def test_a_third_failed_test_fails_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, flaky=FLAKY.format(tests=3))
     assert done.returncode == 1
-    assert "no second tries: 3 mesh tests failed" in done.stdout
+    assert "no second tries: 3 tests failed" in done.stdout
 
 
-def test_a_failed_plain_test_decides_at_once(tmp_path: Path) -> None:
+def test_one_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, plain=PLAIN, flaky=FLAKY.format(tests=1))
     assert done.returncode == 1
-    assert "no second tries: 1 mesh tests failed (at most 2 are tried again), 1 others" in done.stdout
-    assert (tmp_path / "runs").read_text() == "x", "it ran again"
+    assert "  FAILED test_plain.py::test_fails_without_a_mark: assert False" in done.stdout
+    assert (tmp_path / "runs").read_text() == "xx", "once more, and not again"
 
 
 def test_a_file_that_cannot_be_loaded_decides_at_once(tmp_path: Path) -> None:
@@ -92,4 +92,7 @@ def test_a_file_that_cannot_be_loaded_decides_at_once(tmp_path: Path) -> None:
         flaky=FLAKY.format(tests=1),
     )
     assert done.returncode == 1
-    assert "no second tries: 1 mesh tests failed (at most 2 are tried again), 1 others" in done.stdout
+    assert (
+        "no second tries: 1 tests failed (at most 2 are tried again), 1 files could not be loaded"
+        in done.stdout
+    )

@@ -203,6 +203,7 @@ def _locked(path: Path, deadline: float) -> Iterator[int]:
 
 def _drop_oldest(folder: Path) -> None:
     """Delete the digests used least lately, where there are too many."""
-    kept = [(each.stat().st_mtime_ns, each.path) for each in os.scandir(folder)]
+    with os.scandir(folder) as entries:
+        kept = [(each.stat().st_mtime_ns, each.path) for each in entries]
     for _, path in sorted(kept)[: max(0, len(kept) - MOST_KEPT)]:
         os.unlink(path)
