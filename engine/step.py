@@ -67,7 +67,7 @@ class Masks(msgspec.Struct, frozen=True):
     """
 
     rows: list[int]
-    """Indices of rows of the step, rising."""
+    """Indices of rows of the step, rising: one for each token that a row samples."""
     bits: bytes
     """[rows, vocabulary / 8 rounded up], the lowest bit of a byte first."""
 

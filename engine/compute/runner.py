@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -336,7 +336,7 @@ class ModelRunner:
         masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
         sample_rows = [
-            held[index].sample_row(end, masks.get(index))
+            held[index].sample_row(end, next(masks[index], None) if index in masks else None)
             for index, end in zip(wanted.sampled, wanted.ends, strict=True)
         ]
         if sample_rows:
@@ -423,9 +423,10 @@ def sampler_of(model: LoadedModel, *, row_by_row: bool = False) -> Sampler:
     return Sampler(model.device, VocabularyShard(ranks, model.vocab_size), row_by_row=row_by_row)
 
 
-def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
-    """Grammar masks of a step, by row."""
+def _masks_by_row(step: Step) -> dict[int, Iterator[npt.NDArray[np.uint8]]]:
+    """Grammar masks of a step, by row: one for each token that a row samples."""
     if step.masks is None:
         return {}
-    bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(step.masks.rows), -1)
-    return dict(zip(step.masks.rows, bits, strict=True))
+    rows = step.masks.rows
+    bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(rows), -1)
+    return {row: iter(bits[rows.index(row) : rows.index(row) + rows.count(row)]) for row in set(rows)}

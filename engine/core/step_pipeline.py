@@ -163,8 +163,11 @@ class StepPipeline:
         for index, slot in enumerate(step.slots):
             request = self._scheduler.queues.holder(slot)  # nobody: aborted, and the answer will be dropped
             if request is not None and request.grammar is not None and index not in step.partial:
-                mask = request.grammar.mask(request.num_output)
-                if mask is not None:
-                    rows.append(index)
-                    bits.append(mask)
+                if index in step.drafts:
+                    found = request.grammar.draft_masks
+                else:
+                    mask = request.grammar.mask(request.num_output)
+                    found = [] if mask is None else [mask]
+                rows += [index] * len(found)
+                bits += found
         return msgspec.structs.replace(step, masks=Masks(rows, b"".join(bits))) if rows else step

@@ -64,7 +64,23 @@ class Drafting:
                 if len(keys) == most_rows:
                     break
         drafts = self._speculation.draft(texts, min(running, most_rows), room)
-        return {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
+        found = {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
+        return self._within_grammars(found) if self._queues.has_grammars else found
+
+    def _within_grammars(self, drafts: dict[RequestKey, list[int]]) -> dict[RequestKey, list[int]]:
+        """Drafts as far as the grammars of their requests allow them."""
+        assert self._speculation is not None
+        found = {}
+        for key, draft in drafts.items():
+            request = self._queues.find(key)
+            assert request is not None, "it runs"
+            if request.grammar is None:
+                found[key] = draft
+            elif count := request.grammar.follow(draft, request.num_output):
+                found[key] = draft[:count]
+            elif request.drafter is not None:
+                self._speculation.learn(request.drafter, len(draft), 0)
+        return found
 
     def ask(self, rows: StepRows) -> None:
         """Choose how many tokens a model is to propose for each row.

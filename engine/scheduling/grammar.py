@@ -148,6 +148,8 @@ class Grammar:
         self._stops = vocabulary.bits_of(stop_ids) if params.min_tokens else None
         self._within = None if allowed is None else vocabulary.bits_of(allowed)
         self._problem: str | None = None
+        self.draft_masks: list[bytes] = []
+        """Masks of the tokens behind the newest one and behind each token of the last draft."""
         self.ended = False
         """Whether its last token was the end of the sequence."""
         for token_id in output_ids:
@@ -166,17 +168,44 @@ class Grammar:
         Stop tokens before ``min_tokens``, and an end that is to be ignored, are left out, unless the grammar
         lets nothing else follow.
         """
-        bits = self._vocabulary.allowed(self._matcher)
+        bits = self._bits(self._matcher, num_output)
+        if bits is None:
+            stopped = self._matcher.is_error()
+            self._fail(why_stopped(self._matcher) if stopped else "none of allowed_token_ids may follow")
+            return None
+        return bits.tobytes()
+
+    def follow(self, draft: Sequence[int], num_output: int) -> int:
+        """Number of a draft's first tokens behind which the answer can go on.
+
+        Leaves :attr:`draft_masks`. A copy follows the draft, so that this answer stays where it is.
+        """
+        matcher, masks = self._matcher.deep_copy(), []
+        bits = None if self._problem is not None else self._bits(matcher, num_output)
+        for token_id in draft:
+            if bits is None:
+                break
+            masks.append(bits.tobytes())
+            is_allowed = bits[token_id >> 3] >> (token_id & 7) & 1
+            if not is_allowed or token_id in self._vocabulary.eos_ids or not matcher.consume_token(token_id):
+                break
+            bits = self._bits(matcher, num_output + len(masks))
+        else:
+            if bits is not None:
+                masks.append(bits.tobytes())
+        self.draft_masks = masks
+        return max(0, len(masks) - 1)
+
+    def _bits(self, matcher: LLMatcher, num_output: int) -> Bits | None:
+        bits = self._vocabulary.allowed(matcher)
         if self._within is not None:
             bits = bits & self._within
         if not bits.any():
-            stopped = self._matcher.is_error()
-            self._fail(why_stopped(self._matcher) if stopped else "none of allowed_token_ids may follow")
             return None
         for unwanted in (self._stops if num_output < self._min_tokens else None, self._ends):
             if unwanted is not None and (rest := bits & ~unwanted).any():
                 bits = rest
-        return bits.tobytes()
+        return bits
 
     def take(self, token_id: int) -> str | None:
         """Advance by this token; returns the problem if the grammar does not allow it."""

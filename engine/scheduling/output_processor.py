@@ -79,10 +79,7 @@ class OutputProcessor:
                 request.note_experts(found)
 
     def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> RowOutput:
-        grammar = request.grammar
-        if grammar is not None and (problem := grammar.take(token_id)) is not None:
-            request.error = problem
-            self._queues.finish(request, FinishReason.ERROR)
+        if self._breaks_grammar(request, token_id):
             return RowOutput(request, [], [])
         if len(request.token_ids) == request.num_prompt:
             self._totals.on_first_token(request)
@@ -95,11 +92,22 @@ class OutputProcessor:
         for index, token_id in enumerate(further.tokens):
             if request.status is not Status.RUNNING:
                 break  # a token before ended the request
+            if self._breaks_grammar(request, token_id):
+                break
             self._prefixes.advance(request, 1)  # by the token before this one, which was drafted
             outcome.token_ids.append(token_id)
             outcome.logprobs.extend(further.logprobs[index : index + 1])
             self._add_token(request, token_id)
         self._drafting.taken(request, len(draft), len(further.tokens))
+
+    def _breaks_grammar(self, request: Request, token_id: int) -> bool:
+        """Whether a token does not follow its request's grammar, which ends the request."""
+        grammar = request.grammar
+        if grammar is None or (problem := grammar.take(token_id)) is None:
+            return False
+        request.error = problem
+        self._queues.finish(request, FinishReason.ERROR)
+        return True
 
     def _add_token(self, request: Request, token_id: int) -> None:
         grammar = request.grammar

@@ -72,7 +72,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that passes :meth:`problem_with`."""
-        if self._speculation is not None and request.grammar is None:
+        if self._speculation is not None:
             request.drafter = self._speculation.drafter()
         if self._ahead.is_on:
             request.needs_tokens = needs_tokens(request)

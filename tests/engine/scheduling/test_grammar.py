@@ -31,11 +31,13 @@ from engine.model.finding import find_model
 from engine.sampling import SamplingParams
 from engine.scheduling.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
 from engine.scheduling.grammar_compiler import Cached, GrammarCache
+from engine.speculation.speculation import Speculation
 from engine.step import StepResult
 from parallel.communicators.base import CollectiveError
 from router.structured_config import StructuredOutputsConfig
 from router.turns.structured import ANSWER, json_body, text_of
 from tests.engine.model.sharding.test_sharding import LAYERS, LAYOUTS, settings
+from tests.engine.oracle import Oracle, knowing
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import make_tiny_model
 from tests.router.tiny_tokenizer import byte_level
@@ -133,10 +135,23 @@ def requests() -> list[Submit]:
     ]
 
 
-def core_of(executor: Any, directory: Path, *, num_blocks: int = 400, budget: int = 512) -> EngineCore:
+def core_of(
+    executor: Any,
+    directory: Path,
+    *,
+    num_blocks: int = 400,
+    budget: int = 512,
+    speculation: Speculation | None = None,
+) -> EngineCore:
     executor.allocate(num_blocks)
-    info = read_model_info(directory)
-    return EngineCore(settings(directory, budget), info, executor, num_blocks=num_blocks, max_model_len=512)
+    return EngineCore(
+        settings(directory, budget),
+        read_model_info(directory),
+        executor,
+        num_blocks=num_blocks,
+        max_model_len=512,
+        speculation=speculation,
+    )
 
 
 def run(core: EngineCore, submits: Sequence[Submit]) -> dict[int, list[int]]:
@@ -180,6 +195,12 @@ def test_outputs_follow_their_grammars(undisturbed: dict[int, list[int]], tokeni
     assert len({tuple(ids) for ids in undisturbed.values()}) > 10, "nearly all the same proves nothing"
 
 
+def oracle(submits: Sequence[Submit], outputs: dict[int, list[int]]) -> Oracle:
+    """Drafts of these outputs, one token in five of which is wrong."""
+    texts = [[*each.prompt_ids, *outputs[each.request]] for each in submits]
+    return Oracle(knowing(texts), right=0.8)
+
+
 @pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
 def test_any_layout_gives_the_same(layout: str, directory: Path, undisturbed: dict[int, list[int]]) -> None:
     info, cut = read_model_info(directory), LAYOUTS[layout]
@@ -188,8 +209,11 @@ def test_any_layout_gives_the_same(layout: str, directory: Path, undisturbed: di
     )
     executor.load(lambda _phase: None)
     some = requests()[:7]
-    outputs = run(core_of(executor, directory), some)
-    assert outputs == {submit.request: undisturbed[submit.request] for submit in some}
+    expected = {submit.request: undisturbed[submit.request] for submit in some}
+    assert run(core_of(executor, directory), some) == expected
+    drafting = core_of(executor, directory, speculation=oracle(some, expected))
+    assert run(drafting, some) == expected
+    assert sum(drafting.scheduler.counters().taken_by_place) > 100
     executor.close()
 
 
@@ -239,6 +263,8 @@ def test_a_step_run_again_gives_the_same(
 ) -> None:
     troubled = Troubled(alone)
     assert run(core_of(troubled, directory), requests()) == undisturbed
+    drafts = oracle(requests(), undisturbed)
+    assert run(core_of(troubled, directory, speculation=drafts), requests()) == undisturbed
     assert troubled.failures > 20
 
 
@@ -383,6 +409,22 @@ def test_looking_changes_nothing(vocabulary: Vocabulary, tokenizer: Tokenizer) -
     assert grammar.mask(1) is not None
     assert "does not follow" in (grammar.take(tokenizer.token_to_id("0")) or "")
     assert grammar.mask(1) is None, "what has failed stays so"
+
+
+def test_a_draft_is_followed_as_far_as_the_grammar_allows(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    grammar = grammar_of(PLATE, vocabulary)
+    ids = [tokenizer.token_to_id(each) for each in "ABC-1234"]
+    assert grammar.follow([*ids[:3], ids[1], *ids], 0) == 3
+    masks = grammar.draft_masks
+    assert masks[0] == grammar.mask(0), "the answer itself has not moved"
+    for count, token_id in enumerate(ids[:3], 1):
+        assert grammar.take(token_id) is None
+        assert grammar.mask(count) == masks[count]
+    assert grammar.follow([ids[0]], 3) == 0
+    assert grammar.follow([*ids[3:], EOS, EOS], 3) == 5
+    assert tokens_of(grammar.draft_masks[-1]) == [EOS]
 
 
 def test_ends_that_are_not_wanted(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:

@@ -115,6 +115,18 @@ def test_mixed_requests_have_the_bits_that_they_have_without_drafts(
     assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
+def test_drafts_follow_grammars_and_are_accepted(own: Drafting, alone: tuple[list[Submit], Answers]) -> None:
+    """Right and wrong drafts of structured answers, by a model and by one that knows them."""
+    submits = [each for each in alone[0] if each.params.grammar is not None]
+    expected = {each.request: alone[1][each.request] for each in submits}
+    own.always = True
+    for how in (How(ngrams=True), How(drafts=expected, budget=64)):
+        found, counters = own.answers(submits, how)
+        assert found == expected
+        assert counters.drafted_tokens > 20
+        assert sum(counters.taken_by_place) > 10
+
+
 def test_preemption_changes_nothing(own: Drafting, alone: tuple[list[Submit], Answers]) -> None:
     submits, expected = alone
     own.always = False
