@@ -101,7 +101,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             help='JSON object, like {"method": "ngram", "num_speculative_tokens": 5}: tokens that may come '
             "next are looked up in the request's own text and computed ahead; the output stays the same. "
             'With {"method": "draft_model", "model": DIRECTORY} a small model of the same tokenizer '
-            'proposes them, with {"method": "mtp"} a layer of the checkpoint does.',
+            'proposes them, with {"method": "mtp"} a layer of the checkpoint does, with {"method": "eagle3", '
+            '"model": DIRECTORY} an EAGLE-3 head.',
         ),
     ] = None
 

@@ -12,6 +12,9 @@ NGRAM_NAMES = ("ngram", "[ngram]")
 
 The second is its older one.
 """
+WITH_MODEL = ("draft_model", "eagle3")
+"""Methods by a model in a directory of its own."""
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 MOST_DRAFTED = 64
 """Most tokens of a draft; far shorter ones already cost more than they save."""
 LONGEST_MATCH = 64
@@ -21,10 +24,13 @@ LONGEST_MATCH = 64
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of drafts, with vLLM's names."""
 
-    method: Literal["ngram", "draft_model", "mtp"] = "ngram"
-    """What proposes tokens: the request's text, a small model, or the checkpoint's MTP layer."""
+    method: Literal["ngram", "draft_model", "mtp", "eagle3"] = "ngram"
+    """Source of the tokens.
+
+    The request's text, a small model, the checkpoint's MTP layer, or an EAGLE-3 head.
+    """
     model: str = ""
-    """Directory or name of the model that proposes; empty where none does."""
+    """Directory or name of the model or head that proposes; empty where none does."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] = 5
     """Tokens of a draft at most."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 2
@@ -35,7 +41,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """With more requests running nothing is drafted; None: as long as it pays."""
 
     def __post_init__(self) -> None:
-        if (self.method == "draft_model") != bool(self.model):
+        if (self.method in WITH_MODEL) != bool(self.model):
             needs = "takes no" if self.model else "needs"
             raise ValueError(f'method "{self.method}" {needs} "model", the directory of one that proposes')
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -48,6 +54,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def by_model(self) -> bool:
         """Whether a model proposes, not the text of the request."""
         return self.method != "ngram"
+
+    @property
+    def by_head(self) -> bool:
+        """Whether what proposes reads rows of each step of the served model."""
+        return self.method in ("mtp", "eagle3")
 
 
 def read_config(text: str) -> SpeculativeConfig:
@@ -62,10 +73,10 @@ def read_config(text: str) -> SpeculativeConfig:
         if given.get("model") in NGRAM_NAMES:  # vLLM's older spelling
             given["method"] = given.pop("model")
         method = given.get("method", "draft_model" if "model" in given else None)
-        if method not in (*NGRAM_NAMES, "draft_model", "mtp"):
+        if method not in (*NGRAM_NAMES, *METHODS):
             raise ValueError(
-                'the method must be "ngram" (the text of each request), "draft_model" (a small model) or '
-                f'"mtp" (the checkpoint\'s own layer), not {method!r}'
+                'the method must be "ngram" (the text of each request), "draft_model" (a small model), "mtp" '
+                f'(the checkpoint\'s own layer) or "eagle3" (a head), not {method!r}'
             )
         given["method"] = "ngram" if method in NGRAM_NAMES else method
         lengths = [given[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]

@@ -147,7 +147,7 @@ class LoadedShard:
         if draft is None:
             return None
         progress(f"loading {draft.architecture} from {draft.directory}, which proposes tokens")
-        return DraftModel(self._config, draft)
+        return DraftModel(self._config, draft, self._info)
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""

@@ -401,8 +401,9 @@ class Program:
         self._room = self._room.grown(wanted)
         self._lists.clear()
         self._buffers = self.sums.own = None  # gone before the new ones come
-        self._buffers = Buffers(self._needs, self._room, self.exchange.make_current(self._room.own))
-        self.ends.stream = self._buffers.stream[:, : self._decoder.hidden]
+        needs = self.ends.needs(self._needs)
+        self._buffers = Buffers(needs, self._room, self.exchange.make_current(self._room.own))
+        self.ends.use(self._buffers, self._decoder.hidden)
 
 
 def _adapter_runs(packed: PackedRows, numbers: Int64s, wanted: Int64s) -> dict[str, Any]:

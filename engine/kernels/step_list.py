@@ -14,10 +14,11 @@ from engine.kernels.choosing.output import PackedOutput
 from engine.kernels.decoder import DecoderModel, Layer
 from engine.kernels.embedding.embedding import PackedEmbedding
 from engine.kernels.embedding.per_layer import PackedInput
+from engine.kernels.embedding.token_product import TokenProduct
 from engine.kernels.lowering.parts import KeptNumbers, Packing
 from engine.kernels.lowering.writer import StepList, Writer
 from engine.kernels.registry import packed_feed_forward, packed_mixer
-from engine.kernels.step_ends import StepEnds
+from engine.kernels.step_ends import INNER, StepEnds
 
 OPERATIONS_PER_LAYER = 55
 OTHER_OPERATIONS = 10
@@ -75,23 +76,30 @@ class PackedDecoder:
             is_cut = packed.mlp is not None and packed.mlp.exchanges and not exchanges
             selects = packed is self.layers[-1] and not is_cut and self.output is not None
             selects = selects and not writer.facts.computes_all
-            self._write_layer(writer, number, selects=selects)
+            if number in ends.inner:
+                writer.scale(1.0, writer.buffers[INNER.format(number)])
+            self._write_layer(writer, number, ends.tokens if number == 0 else None, selects=selects)
         if writer.num_sums == 1:
             writer.meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
-        if self.output is not None:
-            self.output.write(writer)
+        if (output := ends.output or self.output) is not None:
+            output.write(writer)
         return writer.finish()
 
-    def _write_layer(self, writer: Writer, number: int, *, selects: bool) -> None:
+    def _write_layer(
+        self, writer: Writer, number: int, tokens: TokenProduct | None, *, selects: bool
+    ) -> None:
         """Write the operations of one layer.
 
         If it ``selects``, it goes on from its mixer with those rows alone whose logits are wanted.
+        ``tokens``: the product that it adds to its mixer's first.
         """
         packed, layer = self.layers[number], self.layers[number].layer
         place, mlp_place = layer.places
         kept = self._kept[number]
         if packed.mixer is not None:
             packed.mixer.project(writer, writer.norm(place.norm, writer.buffers.normed), kept)
+        if tokens is not None:
+            tokens.write(writer)
         if selects:
             writer.select()
         rows = packed.mlp.read(writer, mlp_place) if packed.mlp is not None and layer.is_parallel else None

@@ -1,14 +1,14 @@
-"""A small model, or a prediction layer, that proposes tokens on the native kernels.
+"""Small models and heads that propose tokens, on the native kernels.
 
-It runs at the end of a step, where the served model's tokens are known, in the worker that answers. What it
-proposes is only checked, so nothing here decides an answer's bits.
+They run at the end of a step, where the served model's tokens are known, in the worker that answers. What
+they propose is only checked, so nothing here decides an answer's bits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.weights import LoadedModel, load_model
 from engine.speculation.draft_cache import DraftPositions
+from engine.speculation.eagle_head import EagleHead
 from engine.speculation.prediction_layer import PredictionInput
 from engine.step import Step, StepResult
 
@@ -30,6 +31,28 @@ MOST_CAUGHT_UP = 256
 
 Of requests for which they do not suffice, the rest is taken in at the end of later steps.
 """
+
+
+class RowInput(Protocol):
+    """Contract of heads: input of a layer that predicts from rows of the served model."""
+
+    model: LoadedModel
+    """The layer as a model, computed without its embedding."""
+
+    def attach(self, program: Program, served: Program, model: LoadedModel) -> None:
+        """Prepare the layer's program before its first step; ``served``: that of the served ``model``."""
+
+    def served_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor:
+        """Rows of the served model's step, of the ``wanted`` ones of so many tokens."""
+
+    def join(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the layer begins with [tokens, hidden], from rows and the tokens behind them."""
+
+    def result(self, stream: torch.Tensor) -> torch.Tensor:
+        """Results of the layer's own rows, for the token behind the next one."""
+
+    def targets(self, tokens: list[int]) -> list[int]:
+        """The served model's numbers of the layer's tokens."""
 
 
 class _Context(NamedTuple):
@@ -54,8 +77,8 @@ class _Context(NamedTuple):
 class DraftModel:
     """A loaded model that proposes what may follow the newest tokens of requests."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        """Reads the weights.
+    def __init__(self, config: EngineConfig, info: ModelInfo, served: ModelInfo) -> None:
+        """Reads the weights of the model ``info``, which proposes for ``served``.
 
         Raises:
             CheckpointError: it cannot be computed.
@@ -68,14 +91,12 @@ class DraftModel:
         self._slots = config.scheduler.most_requests()
         self._block_size = config.cache.block_size
         self._info = info
-        self._input: PredictionInput | None = None
-        self._served: tuple[Program, Any] | None = None
-        """The served model's program and last norm, where its results are the input."""
-        if wanted.method == "mtp":
-            self._input = PredictionInput(info, settings, dtype)
-            self._model: LoadedModel = self._input.model
-        else:
+        is_cut = config.device.tensor_parallel_size > 1
+        self._input = _input_of(wanted.method, info, served, settings, dtype, is_cut=is_cut)
+        if self._input is None:
             self._model = load_model(info, settings, dtype=dtype, device=torch.device("cpu"))
+        else:
+            self._model = self._input.model
         self._program: Program | None = None
         self._positions = DraftPositions(0, self._block_size, self._most)
 
@@ -101,14 +122,14 @@ class DraftModel:
         """
         if self._program is None:
             self._program = make_program(self._model, self._block_size)
+            if self._program is not None and self._input is not None:
+                self._program.ends.keeps = self._program.ends.from_rows = True
+                self._input.attach(self._program, served, model)
         if self._program is None:
             raise CheckpointError(
                 f"--speculative-config: the native kernels do not compute {self._info.directory} "
                 f"({self._info.architecture}), as the log says: choose another draft model"
             )
-        if self._input is not None:
-            self._program.ends.keeps = self._program.ends.from_rows = True
-            self._served = served, getattr(model.module, model.module.base_model_prefix).norm
         self._positions = DraftPositions(num_blocks, self._block_size, self._most)
         self._program.use(
             NativeCache(
@@ -190,9 +211,8 @@ class DraftModel:
         rows = None
         if self._input is not None:
             pairs = zip(contexts, counts, strict=True)
-            rows = self._served_rows(num_tokens)[
-                np.concatenate([np.arange(each.begin, each.begin + count) for each, count in pairs])
-            ]
+            wanted_rows = [np.arange(each.begin, each.begin + count) for each, count in pairs]
+            rows = self._input.served_rows(num_tokens, np.concatenate(wanted_rows))
         tokens = self._pass(self._packed(contexts, starts, counts), ids, last, rows)
         going_on, before = [contexts[index] for index in wanted], len(contexts)
         proposals = {each.row: [token] for each, token in zip(going_on, tokens, strict=True)}
@@ -209,15 +229,8 @@ class DraftModel:
             before = len(going_on)
         return proposals
 
-    def _served_rows(self, num_tokens: int) -> torch.Tensor:
-        """The served model's results [tokens, hidden] of a step."""
-        assert self._served is not None
-        program, norm = self._served
-        result: torch.Tensor = norm(program.ends.rows(num_tokens))
-        return result
-
     def _own_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor | None:
-        """What a prediction layer hands on of its last pass; None of a model."""
+        """What a head hands on of its last pass; None of a whole model."""
         if self._input is None:
             return None
         assert self._program is not None
@@ -229,7 +242,8 @@ class DraftModel:
         if self._input is not None:
             assert rows is not None
             joined = self._input.join(torch.from_numpy(ids), rows, torch.from_numpy(packed.positions))
-            return self._program.choose(packed, ids, wanted, hidden=joined.unsqueeze(0))
+            found = self._program.choose(packed, ids, wanted, hidden=joined.unsqueeze(0))
+            return self._input.targets(found)
         return self._program.choose(packed, ids, wanted)
 
     def _go_on(
@@ -282,3 +296,18 @@ def _num_computed(step: Step, row: int, result: StepResult) -> int:
         return step.ends[row]
     further = result.further.get(row)
     return step.starts[row] + 1 + (0 if further is None else len(further.tokens))
+
+
+def _input_of(
+    method: str,
+    info: ModelInfo,
+    served: ModelInfo,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    is_cut: bool,
+) -> RowInput | None:
+    """The input of a head; None of a whole model."""
+    if method == "mtp":
+        return PredictionInput(info, settings, dtype)
+    return EagleHead(info, served, dtype, is_cut=is_cut) if method == "eagle3" else None

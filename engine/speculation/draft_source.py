@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import msgspec
+
 from engine.config import EngineConfig
+from engine.config.speculation import SpeculativeConfig
 from engine.host.cores import has_gpu
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.finding import find_model
 from engine.model.model_files import read_json
 from engine.model.tokenizer_files import TOKENIZER
+from engine.speculation.eagle_config import read_eagle_config, why_no_head
 from engine.speculation.prediction_names import names_of
 
 logger = logging.getLogger(__name__)
@@ -35,10 +39,23 @@ def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
     if wanted.method == "mtp":
         names_of(info)
         return info
+    if wanted.method == "eagle3":
+        return _find_head(config, wanted, info)
     draft = read_model_info(find_model(wanted.model, None, weights=True))
     if problem := why_not(draft, info):
         raise CheckpointError(f"--speculative-config: {problem}")
     return draft
+
+
+def _find_head(config: EngineConfig, wanted: SpeculativeConfig, info: ModelInfo) -> ModelInfo:
+    """The EAGLE-3 head for the model ``info``, with the context length of that model."""
+    head = read_eagle_config(find_model(wanted.model, None, weights=True))
+    stages = config.device.pipeline_parallel_size
+    if problem := why_no_head(head, info, most=wanted.num_speculative_tokens, stages=stages):
+        raise CheckpointError(f"--speculative-config: {problem}")
+    return msgspec.structs.replace(
+        info, directory=head.directory, architecture="EAGLE-3 head", model_type=head.model_type, num_layers=1
+    )
 
 
 def why_not(draft: ModelInfo, info: ModelInfo) -> str:

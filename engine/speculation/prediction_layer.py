@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
+from engine.attention.base import Int64s
 from engine.config import ModelConfig
+from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.expert_weights import ExpertShare
 from engine.model.module_reading import ModuleReader
@@ -85,8 +87,22 @@ class PredictionInput:
         self._hidden_norm = self._norm(parts["hidden_norm"])
         self._join = parts["join"]
 
+        self._served: tuple[Program, Any] | None = None
+        """The served model's program and last norm."""
+
     def __repr__(self) -> str:
         return f"<PredictionInput of {self._join.shape[0]} numbers>"
+
+    def attach(self, program: Program, served: Program, model: LoadedModel) -> None:
+        """See :meth:`.RowInput.attach`."""
+        self._served = served, getattr(model.module, model.module.base_model_prefix).norm
+
+    def served_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor:
+        """See :meth:`.RowInput.served_rows`."""
+        assert self._served is not None
+        program, norm = self._served
+        result: torch.Tensor = norm(program.ends.rows(num_tokens)[wanted])
+        return result
 
     def _norm(self, weight: torch.Tensor) -> Any:
         norm = copy.deepcopy(self._last_norm)
@@ -94,7 +110,7 @@ class PredictionInput:
         return norm
 
     def join(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows [tokens, hidden] for the layer, from the model's rows and the tokens behind them."""
+        """See :meth:`.RowInput.join`."""
         tokens = self._embedding(ids)
         if self._first_sees_nothing:
             tokens = tokens.masked_fill((positions == 0).unsqueeze(-1), 0.0)
@@ -102,5 +118,9 @@ class PredictionInput:
         return torch.nn.functional.linear(both, self._join)
 
     def result(self, stream: torch.Tensor) -> torch.Tensor:
-        """Results of the layer's own rows, for the token behind the next one."""
+        """See :meth:`.RowInput.result`."""
         return stream if self._first_sees_nothing else self._last_norm(stream)
+
+    def targets(self, tokens: list[int]) -> list[int]:
+        """See :meth:`.RowInput.targets`."""
+        return tokens

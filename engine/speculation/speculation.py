@@ -125,7 +125,7 @@ class Speculation:
     @property
     def follows(self) -> bool:
         """Whether what proposes must take in every token at once, and cannot catch up."""
-        return self._config.method == "mtp"
+        return self._config.by_head
 
     @property
     def rests(self) -> bool:

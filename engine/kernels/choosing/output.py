@@ -6,7 +6,8 @@ is in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,6 +114,12 @@ class PackedOutput:
         site = Site((output.module,), (output.vocab,), output.head.shape[1]) if is_whole else None
         self.site = packing.site(site)
         """Adapters of it, where no other rank has a part."""
+
+    def behind(self, norm: Norm) -> PackedOutput:
+        """The same output layer behind another norm, without adapters."""
+        made = copy.copy(self)
+        made.output, made.site = replace(self.output, norm=norm), None
+        return made
 
     def write(self, writer: Writer) -> None:
         """Write operations for the selected rows' logits and their most likely tokens."""
