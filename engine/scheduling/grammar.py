@@ -149,7 +149,7 @@ class Grammar:
         self._within = None if allowed is None else vocabulary.bits_of(allowed)
         self._problem: str | None = None
         self.draft_masks: list[bytes] = []
-        """Masks of the tokens behind the newest one and behind each token of the last draft."""
+        """Masks behind the newest token and each token of the last draft."""
         self.ended = False
         """Whether its last token was the end of the sequence."""
         for token_id in output_ids:

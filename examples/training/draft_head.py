@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """Decoder layer over the embedding of a token beside the state of the position before it."""
+    """Decoder layer over a token's embedding beside the state of the position before it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A draft head's checkpoint as a model directory in the format of EAGLE-3, and its measures."""
+"""Draft head as a model directory in the format of EAGLE-3, and its measures."""
 
 from __future__ import annotations
 

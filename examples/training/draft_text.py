@@ -1,4 +1,4 @@
-"""Text that a draft head learns from: what the model itself writes behind pieces of the novels."""
+"""Training text of a draft head: what the model itself writes behind the novels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.offline.llm import LLM
 from router.offline.params import SamplingParams
 
 LENGTH = 1026
-"""Tokens of a written row, prompt included: the longest window that is learnt, and what follows it."""
+"""Tokens of a written row, prompt included."""
 TEMPERATURES = (0.0, 0.7, 0.7, 1.0)
 HELD_OUT_PROMPT = 64
 """Tokens of the prompts out of the novels' held-out ends."""

@@ -71,7 +71,7 @@ class Batches:
 def chain(
     model: Qwen3MoeForCausalLM, features: Features, head: DraftHead, ids: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Logits of each step of the head, and the model's logits behind each position of ``ids``."""
+    """Logits of each step of the head, and the model's own behind each position."""
     with torch.no_grad():
         served = model(input_ids=ids, use_cache=False).logits
         embedded = model.model.embed_tokens(ids[:, 1:])
@@ -97,7 +97,7 @@ def loss_of(found: list[torch.Tensor], served: torch.Tensor, tokens: torch.Tenso
 def tokens_per_step(
     model: Qwen3MoeForCausalLM, features: Features, head: DraftHead, rows: torch.Tensor, prompt: int
 ) -> list[float]:
-    """Share of positions at which the first, the first two, ... drafts are what the model wrote.
+    """Shares of positions at which the first, the first two and more drafts are right.
 
     A step with so many drafts gives one token more than the sum of them. ``rows``: prompts of so many tokens,
     and what the model wrote behind them.

@@ -116,7 +116,7 @@ def test_mixed_requests_have_the_bits_that_they_have_without_drafts(
 
 
 def test_drafts_follow_grammars_and_are_accepted(own: Drafting, alone: tuple[list[Submit], Answers]) -> None:
-    """Right and wrong drafts of structured answers, by a model and by one that knows them."""
+    """Right and wrong drafts of structured answers, by a model and by an oracle."""
     submits = [each for each in alone[0] if each.params.grammar is not None]
     expected = {each.request: alone[1][each.request] for each in submits}
     own.always = True
