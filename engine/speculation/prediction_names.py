@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.model.checkpoint import CheckpointError, ModelInfo
@@ -33,6 +33,8 @@ BEHIND = PredictionNames(
     first_sees_nothing=True,
 )
 """A layer behind the model's last, with its own output norm."""
+BEHIND_LISTED = replace(BEHIND, config={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]})
+"""The same of a model whose config lists the kinds of its layers."""
 APART = PredictionNames(
     "mtp.layers.0.",
     {
@@ -44,7 +46,24 @@ APART = PredictionNames(
     {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []},
 )
 """A layer under a name of its own."""
-NAMES = {"deepseek_v3": BEHIND, "glm4_moe": BEHIND, "qwen3_next": APART}
+SHARING = PredictionNames(
+    "model.mtp_block.0.",
+    {
+        "token_norm": "model.mtp_emb_norm.0.weight",
+        "hidden_norm": "model.mtp_hidden_norm.0.weight",
+        "join": "model.mtp_linear_proj.0.weight",
+        "norm": "model.norm.weight",
+    },
+    {"num_hidden_layers": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 0},
+)
+"""A dense layer whose results go through the model's own norm."""
+NAMES = {
+    "deepseek_v3": BEHIND,
+    "ernie4_5_moe": SHARING,
+    "glm4_moe": BEHIND,
+    "glm4_moe_lite": BEHIND_LISTED,
+    "qwen3_next": APART,
+}
 """By model type."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

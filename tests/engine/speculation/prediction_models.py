@@ -62,6 +62,8 @@ class PredictingModel:
             if name.startswith("model.layers.0."):
                 tensors[own + name.removeprefix("model.layers.0.")] = tensor
         parts = {role: name.format(number) for role, name in self.names.parts.items()}
+        if parts["norm"] in tensors:  # that of the model
+            layer.model.norm.weight.data = tensors[parts["norm"]].clone()
         tensors[parts["norm"]] = layer.model.norm.weight.data.clone()
         if family == "deepseek_v3":  # its checkpoint has copies, others share them
             tensors[f"{own}embed_tokens.weight"] = layer.model.embed_tokens.weight.data.clone()

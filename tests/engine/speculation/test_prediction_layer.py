@@ -26,7 +26,13 @@ from tests.engine.speculation.test_draft_model import MOST, Drafting
 from tests.engine.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no native kernels here")
-FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3_next"]
+FAMILIES = [
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    pytest.param("glm4_moe_lite", marks=pytest.mark.nightly),
+    "qwen3_next",
+]
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": MOST})
 
 
@@ -120,7 +126,7 @@ def test_mixed_requests_have_the_bits_that_they_have_without_drafts(served: Serv
 
 def test_a_checkpoint_without_such_a_layer_is_refused_at_the_start(tmp_path: Path) -> None:
     llama = make_tiny_model(tmp_path / "llama", "llama")
-    with pytest.raises(CheckpointError, match=f"deepseek_v3, glm4_moe, qwen3_next, and {llama} is llama"):
+    with pytest.raises(CheckpointError, match=f"glm4_moe_lite, qwen3_next, and {llama} is llama"):
         resolve(with_mtp(EngineConfig(model=ModelConfig(model=str(llama)))))
     without = make_tiny_model(tmp_path / "without", "deepseek_v3")
     executor = UniExecutor(with_mtp(settings(without, dtype="float32")), read_model_info(without), 1)
