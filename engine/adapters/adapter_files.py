@@ -110,14 +110,17 @@ def _is_copy(path: Path, name: str, tensor: torch.Tensor, whole: Any) -> bool:
 
 def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -> LowRank:
     """Matrices of one layer, which are taken out of ``tensors``."""
-    experts = getattr(layer, "num_experts", 1)
-    if experts == 1 and not isinstance(layer.get_base_layer(), torch.nn.Linear):
-        kind = type(layer.get_base_layer()).__name__
-        raise AdapterError(f"{path} adapts {name}, of type {kind}: only linear layers are served")
+    base, experts = layer.get_base_layer(), getattr(layer, "num_experts", 1)
+    of_tokens = isinstance(base, torch.nn.Embedding)
+    if experts == 1 and not (of_tokens or isinstance(base, torch.nn.Linear)):
+        raise AdapterError(
+            f"{path} adapts {name}, of type {type(base).__name__}: no linear layer and no embedding"
+        )
     found = []
-    for matrix in ("lora_A", "lora_B"):
-        tensor = tensors.pop(f"{name}.{matrix}.weight", None)
-        expected = tuple(getattr(layer, matrix)["lora"].weight.shape)
+    for matrix in ("lora_embedding_A", "lora_embedding_B") if of_tokens else ("lora_A", "lora_B"):
+        made = getattr(layer, matrix)["lora"]
+        tensor = tensors.pop(f"{name}.{matrix}" if of_tokens else f"{name}.{matrix}.weight", None)
+        expected = tuple((made if of_tokens else made.weight).shape)
         if tensor is None:
             raise AdapterError(f"{path} lacks {matrix} of {name}")
         if tuple(tensor.shape) != expected:
@@ -132,7 +135,7 @@ def _part(path: Path, name: str, layer: Any, tensors: dict[str, torch.Tensor]) -
     if experts > 1:  # see PEFT's ParamWrapper.get_delta_weight
         a = a.reshape(experts, -1, a.shape[1])
         b = b.reshape(len(b), -1, experts).permute(2, 0, 1)
-    return LowRank(a, b, float(layer.scaling["lora"]))
+    return LowRank(a, b, float(layer.scaling["lora"]), of_tokens)
 
 
 def _adapted(name: str, layer: Any) -> str:

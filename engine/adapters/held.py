@@ -92,19 +92,27 @@ class HeldAdapters:
         other = next((name for name in here if names[name] not in places), None)
         if other is not None:
             raise AdapterError(
-                f"adapter {source.name} adapts {other}: of this model, adapters of attention's projections, "
-                "of MLPs, and, without -tp, of experts that are not spread and of the output layer are served"
+                f"adapter {source.name} adapts {other}: of this model, adapters of embedding, attention's "
+                "projections, MLPs, experts that are not spread, and the output layer are served"
             )
         return {names[name]: self._cut(name, part) for name, part in here.items()}
 
     def _cut(self, name: str, part: LowRank) -> LowRank:
-        """This rank's part of a layer's matrices: outputs of B, or inputs of A."""
-        cut = None if self._model.sharded is None else self._model.sharded.done.cuts.get(f"{name}.weight")
+        """This rank's part of a layer's matrices: outputs of B, inputs of A, or some experts."""
+        cuts = {} if self._model.sharded is None else self._model.sharded.done.cuts
+        cut = cuts.get(f"{name}.weight") or cuts.get(name)
         if cut is None:
             return part
-        if cut.dim % 2:
-            return part._replace(a=cut.take(part.a, tuple(part.a.shape)).contiguous())
-        return part._replace(b=cut.take(part.b, tuple(part.b.shape)).contiguous())
+        if part.of_tokens:
+            tokens = part.a.mT
+            return part._replace(a=cut.take(tokens, tuple(tokens.shape)).contiguous().mT)
+        a, b = part.a, part.b
+        dim = cut.dim % max(a.dim(), 2)
+        if dim != a.dim() - 2:
+            a = cut.take(a, tuple(a.shape)).contiguous()
+        if dim != a.dim() - 1:
+            b = cut.take(b, tuple(b.shape)).contiguous()
+        return part._replace(a=a, b=b)
 
     def use(self, number: int, digest: str) -> None:
         """Compute rows of this number with this adapter; no step may run meanwhile."""

@@ -26,13 +26,9 @@ void make_low(const AdapterSite& site, const AdapterPart& part, const typename T
         bool is_pair;
     };
     auto place = [&](const Columns& to, int64_t row) { return low_row<T>(site, rows[row]) + to.column; };
-    auto put = [](Low<T>* to, Floats value) {
-        if constexpr (std::is_same_v<Low<T>, float>) store(to, value);
-        else T::store(to, value, lanes_of(LANES));
-    };
     auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
-        put(place(to, row), one);
-        if (to.is_pair) put(place(to, row) + LANES, two);
+        put_low<T>(place(to, row), one);
+        if (to.is_pair) put_low<T>(place(to, row) + LANES, two);
     }, place);  // of these rows alone: it keeps them by their address
     const int64_t panel = k / T::PACK * LANES;
     const uint32_t* words = part.a + column / LANES * panel;

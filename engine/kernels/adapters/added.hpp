@@ -42,6 +42,12 @@ Low<T>* low_row(const AdapterSite& site, int64_t row) {
     return reinterpret_cast<Low<T>*>(static_cast<uint32_t*>(site.low) + row * site.pitch);
 }
 
+template <class T>
+void put_low(Low<T>* to, Floats value) {
+    if constexpr (std::is_same_v<Low<T>, float>) store(to, value);
+    else T::store(to, value, lanes_of(LANES));
+}
+
 // Adapters of an operation's rows. They add to sums behind the bias: a row's own adapter alone decides what, and in which order.
 template <class T>
 class Adapters {
@@ -80,16 +86,8 @@ class Adapters {
         }
     }
 
-   public:
-    Adapters(const Operation& op, const Step& step)
-        : site(static_cast<const AdapterSite*>(op.added)), numbers(op.flags & SELECTED ? step.chosen_adapters : step.adapters) {}
-    // Of rows that are sorted by expert.
-    explicit Adapters(const Operation& op)
-        : site(static_cast<const AdapterSite*>(op.added)), numbers(site == nullptr ? nullptr : site->numbers) {}
-    explicit operator bool() const { return site != nullptr; }
-
     // Adds to a row's sums of two panels. Those behind them are asked for, as they are needed behind other products' sums.
-    void add(Floats& one, Floats& two, int64_t row, int64_t first, int64_t second, int64_t expert = 0) const {
+    [[gnu::noinline]] void add_own(Floats& one, Floats& two, int64_t row, int64_t first, int64_t second, int64_t expert) const {
         const AdapterPart& part = site->part(numbers[row], expert);
         if (part.b == nullptr) return;
         constexpr int64_t FEW = LANES / T::PACK;  // words of the least rank there is
@@ -101,6 +99,30 @@ class Adapters {
         for (const int64_t panel : {first + behind, second + behind})
             for (int64_t line = 0; line < bytes; line += 64)
                 __builtin_prefetch(reinterpret_cast<const char*>(part.b) + panel * bytes + line, 0, 2);
+    }
+
+   public:
+    Adapters(const Operation& op, const Step& step)
+        : site(static_cast<const AdapterSite*>(op.added)), numbers(op.flags & SELECTED ? step.chosen_adapters : step.adapters) {}
+    // Of rows that are sorted by expert.
+    explicit Adapters(const Operation& op)
+        : site(static_cast<const AdapterSite*>(op.added)), numbers(site == nullptr ? nullptr : site->numbers) {}
+    explicit operator bool() const { return __builtin_expect(site != nullptr, 0); }
+
+    // Makes a row's numbers that b multiplies from the vector of its token, one of those that a has [tokens, rank]. False if the row's
+    // adapter has none.
+    bool take(int64_t row, int64_t token) const {
+        const AdapterPart& part = site->part(numbers[row], 0);
+        if (part.b == nullptr) return false;
+        auto* from = reinterpret_cast<const typename T::Element*>(part.a) + token * part.rank;
+        for (int64_t i = 0; i < part.rank; i += LANES) put_low<T>(low_row<T>(*site, row) + i, T::load(from + i, lanes_of(LANES)));
+        return true;
+    }
+    // Adds to a row's sums of two panels, which keep their registers where there is nothing to add.
+    void add(Floats& one, Floats& two, int64_t row, int64_t first, int64_t second, int64_t expert = 0) const {
+        Floats sums[] = {one, two};
+        add_own(sums[0], sums[1], row, first, second, expert);
+        one = sums[0], two = sums[1];
     }
 };
 

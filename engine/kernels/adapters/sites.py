@@ -58,6 +58,8 @@ class LowRank(NamedTuple):
     b: torch.Tensor
     """[outputs, rank], or [experts, outputs, rank]"""
     scaling: float
+    of_tokens: bool = False
+    """Whether it is of an embedding: inputs of A are tokens."""
 
     @property
     def rank(self) -> int:
@@ -84,6 +86,10 @@ class Site:
     """Experts, each of which has matrices of its own."""
     times: int = 1
     """Rows of a token."""
+    of_tokens: bool = False
+    """Whether it is an embedding."""
+    factor: float = 1.0
+    """Factor on what the layers give, and on what adapters add to it."""
 
     @property
     def keys(self) -> list[SiteKey]:
@@ -129,11 +135,13 @@ class PackedSite:
             missing = rank - part.rank
             a.append(F.pad(part.a.float(), (0, 0, 0, missing)))
             b.append(F.pad(part.b.float(), (0, missing)))
+        factor = self.site.factor
         for panel, module in enumerate(self._modules):
             part = parts[module] if module >= 0 else None
-            places[panel] = (-1, 0) if part is None else (present.index(module) * rank, part.scaling)
+            places[panel] = (-1, 0) if part is None else (present.index(module) * rank, part.scaling * factor)
         every = F.pad(torch.cat(b, -2), (0, 0, 0, 1))[..., self._order, :]
-        low, high = (panels(each.to(self._dtype)) for each in (torch.cat(a, -2), every))
+        low, high = torch.cat(a, -2).to(self._dtype), panels(every.to(self._dtype))
+        low = low.mT.contiguous() if self.site.of_tokens else panels(low)
         laid = self.parts[number]
         for name, each in (("a", low), ("b", high)):
             of_one = each.nbytes // self.site.experts

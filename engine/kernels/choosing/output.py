@@ -110,10 +110,9 @@ class PackedOutput:
     def __init__(self, output: Output, packing: Packing) -> None:
         self.output = output
         self.head = packing.packer.panels(output.head, multiple=32)
-        is_whole = output.module is not None and not output.is_partial
-        site = Site((output.module,), (output.vocab,), output.head.shape[1]) if is_whole else None
-        self.site = packing.site(site)
-        """Adapters of it, where no other rank has a part."""
+        site = Site((output.module,), (output.vocab,), output.head.shape[1])
+        self.site = None if output.module is None else packing.site(site)
+        """Adapters of it, of the tokens here."""
 
     def behind(self, norm: Norm) -> PackedOutput:
         """The same output layer behind another norm, without adapters."""

@@ -2,43 +2,43 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include "../adapters/added.hpp"
 #include "../core/contract.hpp"
 #include "../norms/norms.hpp"
 #include "../products/activations.hpp"
 
 namespace {
 
-// number: a factor; more: rows of positions that are added, or none. With AS_FLOAT out is float [tokens, k], of the n tokens from
-// number a on; 0 for others, which another rank has. Positions are added by one rank, to whichever token.
+// number: a factor; more: rows of positions that are added, or none; added: an AdapterSite of tokens. With AS_FLOAT out is float
+// [tokens, k], of the n tokens from number a on; 0 for others, which another rank has. Positions are added by one rank, to whichever token.
 template <class T>
 void embed(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     const Floats factor = factor_of(op.number);
+    const Adapters<T> adapters(op, step);
     auto* placed = static_cast<const E*>(op.more);
-    if (op.flags & AS_FLOAT) {
-        work.for_each(step.tokens, [&](int64_t token) {
-            int64_t number = step.ids[token] - op.a;
-            bool is_here = number >= 0 && number < op.n;
-            const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
-            for (int64_t i = 0; i < op.k; i += LANES) {
-                Mask lanes = lanes_of(int(op.k - i));
-                Floats value = is_here ? T::load(from + i, lanes) * factor : filled(0.f);
-                if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
-                store(static_cast<float*>(op.out) + token * op.k + i, value, lanes);
-            }
-        });
-        return;
-    }
+    const bool as_float = op.flags & AS_FLOAT;
+    auto put = [&](int64_t token, int64_t i, Floats value, Mask lanes) {
+        if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
+        if (as_float) store(static_cast<float*>(op.out) + token * op.k + i, value, lanes);
+        else T::store(static_cast<E*>(op.out) + token * pitch_of<T>(op.k) + i, value, lanes);
+    };
     work.for_each(step.tokens, [&](int64_t token) {
-        E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.k);
-        const E* from = static_cast<const E*>(op.in) + step.ids[token] * op.k;
-        if (op.number == 0 && placed == nullptr) return void(std::memcpy(to, from, op.k * sizeof(E)));
-        for (int64_t i = 0; i < op.k; i += LANES) {
-            Mask lanes = lanes_of(int(op.k - i));
-            Floats value = T::load(from + i, lanes) * factor;
-            if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
-            T::store(to + i, value, lanes);
+        const int64_t number = as_float ? step.ids[token] - op.a : step.ids[token];
+        const bool is_here = !as_float || (number >= 0 && number < op.n);
+        const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
+        const bool adapts = is_here && adapters && adapters.take(token, number);
+        if (!as_float && op.number == 0 && placed == nullptr && !adapts)
+            return void(std::memcpy(static_cast<E*>(op.out) + token * pitch_of<T>(op.k), from, op.k * sizeof(E)));
+        for (int64_t i = 0; i < op.k; i += 2 * LANES) {
+            const int64_t next = i + LANES;
+            const Mask low = lanes_of(int(op.k - i)), high = lanes_of(int(std::max<int64_t>(0, op.k - next)));
+            Floats one = is_here ? T::load(from + i, low) * factor : filled(0.f), two = is_here ? T::load(from + next, high) * factor : filled(0.f);
+            if (adapts) adapters.add(one, two, token, i / LANES, next / LANES);
+            put(token, i, one, low);
+            put(token, next, two, high);
         }
     });
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.kernels.adapters.sites import Site
 from engine.kernels.core.operations import AS_FLOAT, OperationKind
 from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.embedding.factor import embedding_factor
@@ -33,6 +34,8 @@ class Embedding:
     """[positions, hidden]: learned vectors that are added, by the rank that has the first token."""
     inputs: LayerInputs | None = None
     """Weights of the inputs that layers have beside the stream."""
+    module: Any = None
+    """The embedding itself."""
 
     def matrices(self) -> list[torch.Tensor]:
         """Weights that packing lays out. The embedding itself is read as it is."""
@@ -53,7 +56,7 @@ def embedding_of(base: Any, names: Mapping[str, str], hidden: int, dtype: torch.
     positions = getattr(base, names["positions"]).weight if "positions" in names else None
     factor = embedding_factor(without_inputs(base), names, hidden, dtype)
     first = module.first if is_partial else 0
-    return Embedding(module.weight, first, is_partial, factor, positions, inputs_of(base, dtype))
+    return Embedding(module.weight, first, is_partial, factor, positions, inputs_of(base, dtype), module)
 
 
 class PackedEmbedding:
@@ -64,6 +67,10 @@ class PackedEmbedding:
         inputs = embedding.inputs
         self.inputs = None if inputs is None else packing.packer.panels(inputs.projection, multiple=32)
         """Packed weights of the inputs that layers have beside the stream."""
+        tokens, hidden = embedding.weight.shape
+        site = Site((embedding.module,), (hidden,), tokens, of_tokens=True, factor=embedding.factor)
+        self.site = packing.site(site)
+        """Adapters of it, of the tokens here."""
 
     def write(self, writer: Writer) -> None:
         """Write what the stream begins with."""
@@ -72,6 +79,7 @@ class PackedEmbedding:
             "into": embedding.weight.data,
             "k": writer.hidden,
             "number": factor_field(embedding.factor),
+            "added": writer.site_record(self.site),
         }
         if embedding.is_partial:
             area = writer.area()

@@ -110,7 +110,7 @@ class Moe:
 
     def sites(self) -> list[Site]:
         """Adapters of the experts' first product, and of their last one."""
-        form, count = self.form, self.num_experts
+        form, count = self.form, len(self.experts.down_proj)
         outputs = torch.arange((1 + form.has_gate) * form.width)
         order = in_whole_panels(form.halves(outputs) if form.has_gate else (outputs,))
         experts: dict[str, Any] = {"modules": (self.experts,), "experts": count, "times": self.top_k}

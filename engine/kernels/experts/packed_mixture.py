@@ -77,9 +77,9 @@ class PackedMoe:
         if self._spread is None:
             ranks = packing.ranks if moe.has_parts else 1
             self._experts = PackedExperts.of(moe.experts, moe.form, packer, ranks)
-        has_sites = self._spread is None and not moe.is_partial
+        has_sites = self._spread is None
         self.sites = [packing.site(site) for site in moe.sites()] if has_sites else [None, None]
-        """Adapters of the experts' two products, where each is whole and stays here."""
+        """Adapters of the experts' two products, where experts stay here."""
 
     def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads.

@@ -225,12 +225,15 @@ class Writer:
 
         None in a list for rows without any.
         """
-        if site is None or not self.facts.adapts:
-            return None
-        record = site.record(self.buffers[LOW])
-        shape = {"n": site.low_width, "k": site.site.inputs, "flags": self.rows}
-        self.add(OperationKind.ADAPT, into=into, extra=record, **shape)
+        record = self.site_record(site)
+        if site is not None and record is not None:
+            shape = {"n": site.low_width, "k": site.site.inputs, "flags": self.rows}
+            self.add(OperationKind.ADAPT, into=into, extra=record, **shape)
         return record
+
+    def site_record(self, site: PackedSite | None) -> np.ndarray[Any, Any] | None:
+        """Record of a site's adapters for a product; None in a list for rows without any."""
+        return None if site is None or not self.facts.adapts else site.record(self.buffers[LOW])
 
     def adapted_experts(
         self, site: PackedSite | None, into: Rows, begins: Any

@@ -765,7 +765,7 @@ auto gated_products(int64_t n, int64_t activation, const float* with = nullptr, 
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
     return products_into<In, GatedColumns<T>>([place, activation, with, factor](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
         if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
-        if (to.adapters != nullptr) to.adapters->add(gate, up, to.first + row, to.gate, to.up, to.expert);
+        if (__builtin_expect(to.adapters != nullptr, 0)) to.adapters->add(gate, up, to.first + row, to.gate, to.up, to.expert);
         if (factor != 0) gate = gate * filled(factor);
         T::store(place(to, row), gated(activation, gate, up, with), to.lanes);
     }, place);

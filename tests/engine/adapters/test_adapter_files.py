@@ -70,7 +70,10 @@ def test_ranks_and_scalings_are_those_of_peft(model: Path, adapter: Path) -> Non
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "no parameter was matched"),
         ({"target_modules": ["nothing"]}, "PEFT refuses it for this model"),
-        ({"target_modules": ["q_proj", "v_proj", "embed_tokens"]}, "of type Embedding: only linear layers"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "embed_tokens"]},
+            "lacks lora_embedding_A of model.embed_tokens",
+        ),
         ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "lacks lora_A of lm_head"),
         ({"target_modules": ["q_proj", "v_proj"]}, "tensors that belong to no layer of this model"),
         ({"r": 5}, r"is \[8, 64\], this model needs \[5, 64\]"),

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from engine.adapters.adapter_settings import WEIGHTS, AdapterError
 from engine.adapters.held import HeldAdapters
 from engine.adapters.loading import AdapterLoading, AdaptersLost
 from engine.config import ModelConfig
-from engine.kernels.adapters.sites import AdapterRoom
+from engine.kernels.adapters.sites import AdapterRoom, LowRank
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
+from parallel.tensor_plan import Cut
 from tests.engine.adapters.made_adapters import make_adapter
 from tests.engine.native_families import make_family
 
@@ -102,6 +104,39 @@ def test_files_that_change_while_they_are_read_are_refused(
     with pytest.raises(AdapterError, match="is not the one that the mesh serves"):
         held.read(AdapterSource("a", str(place)))
     assert num_held(held) == 0
+
+
+WIDTH, RANK = 8, 3
+CUTS = {
+    "gate and up": (
+        "experts.gate_up_proj",
+        [Cut(-2, 16, ((at, at + 4), (8 + at, 12 + at))) for at in (0, 4)],
+    ),
+    "down": ("experts.down_proj", [Cut(-1, WIDTH, ((at, at + 4),)) for at in (0, 4)]),
+    "some experts": ("experts.down_proj", [Cut(0, 4, ((at, at + 2),)) for at in (0, 2)]),
+    "tokens": ("embed_tokens.weight", [Cut(0, WIDTH, ((0, 5),)), Cut(0, WIDTH, ((5, 8),))]),
+    "the output layer": ("lm_head.weight", [Cut(0, 16, ((0, 10),)), Cut(0, 16, ((10, 16),))]),
+}
+"""Parameters, and what two ranks keep of each."""
+
+
+@pytest.mark.parametrize("what", CUTS)
+def test_ranks_have_what_an_adapter_changes_of_their_parts(adapted: Adapted, what: str) -> None:
+    """What it adds to the weights, cut as these are, is what each rank's matrices give."""
+    parameter, cuts = CUTS[what]
+    of_tokens, name = what == "tokens", parameter.removesuffix(".weight")
+    experts, outputs = (4,) if "experts" in name else (), 16
+    part = LowRank(torch.rand(*experts, RANK, WIDTH), torch.rand(*experts, outputs, RANK), 1.0, of_tokens)
+    whole = part.b @ part.a
+    for cut in cuts:
+        model = SimpleNamespace(module=adapted.model.module, sharded=SimpleNamespace())
+        model.sharded.done = SimpleNamespace(cuts={parameter: cut})
+        assert adapted.program.sites is not None
+        held = HeldAdapters(model, adapted.program.sites)  # type: ignore[arg-type]
+        own = held._cut(name, part)
+        weight = whole.mT if of_tokens else whole
+        given = (own.b @ own.a).mT if of_tokens else own.b @ own.a
+        torch.testing.assert_close(given, cut.take(weight, tuple(weight.shape)))
 
 
 class Turns:

@@ -28,6 +28,7 @@ pytestmark = [
 
 NAMES = ("one", "two", "three")
 TOKENS = 120
+EVERYWHERE = {"target_modules": [*PROJECTIONS, "embed_tokens", "lm_head"]}
 
 
 class Adapted:
@@ -64,7 +65,7 @@ class Adapted:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    return Adapted(tmp_path_factory.mktemp("adapted"))
+    return Adapted(tmp_path_factory.mktemp("adapted"), **EVERYWHERE)
 
 
 def prompts() -> list[tuple[str, list[int]]]:
@@ -134,21 +135,20 @@ def test_ranks_and_stages_have_their_parts_of_adapters(
         assert command.stop() == 0
 
 
-ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-EXPERTS = ATTENTION | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-HEAD = {"target_modules": [*PROJECTIONS, "lm_head"]}
+EXPERTS = {
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 DP, TP, PP, SPREAD = ("-dp", "2"), ("-dp", "1", "-tp", "2"), ("-dp", "1", "-pp", "2"), ("-dp", "2", "-ep")
 WHOLE = (*DP, "--no-enable-expert-parallel")
 OF_FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("granitemoe", EXPERTS, PP),
-    ("qwen3_moe", ATTENTION, SPREAD),
-    *(
-        ("granitemoe", what, where)
-        for what, where in ((EXPERTS, WHOLE), (ATTENTION, TP), (ATTENTION, SPREAD))
-    ),
-    *(("qwen3_moe", what, where) for what, where in ((EXPERTS, WHOLE), (EXPERTS, PP), (ATTENTION, TP))),
-    *(("qwen3", what, where) for what, where in ((HEAD, DP), ({}, TP), (HEAD, PP))),
-    *(("gemma3_text", {}, where) for where in (DP, TP, PP)),
+    ("qwen3_moe", EXPERTS, SPREAD),
+    *(("granitemoe", EXPERTS, where) for where in (WHOLE, TP, SPREAD)),
+    *(("qwen3_moe", EXPERTS, where) for where in (WHOLE, PP, TP)),
+    *(("llama", EVERYWHERE, where) for where in (DP, TP, PP)),
+    *(("qwen3", EVERYWHERE, where) for where in (DP, TP, PP)),
+    *(("gemma3_text", EVERYWHERE, where) for where in (DP, TP, PP)),
 ]
 """Families, what adapters change there, and layouts."""
 EACH_PUSH = 2

@@ -35,18 +35,18 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {
-        "target_modules": [*PROJECTIONS, "lm_head"],
-        "rank_pattern": {"q_proj": 40, "down_proj": 2},
+        "target_modules": [*PROJECTIONS, "embed_tokens", "lm_head"],
+        "rank_pattern": {"q_proj": 40, "down_proj": 2, "embed_tokens": 20},
         "alpha_pattern": {"v_proj": 4},
     },
     "gemma2": {"use_rslora": True},
     "cohere": {"target_modules": [*PROJECTIONS, "lm_head"]},  # pairs side by side: outputs in another order
     "phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     "olmo2": {"target_modules": ["k_proj", "up_proj"]},
-    "gemma3": {},
+    "gemma3": {"target_modules": [*PROJECTIONS, "embed_tokens"]},  # with a factor on what it gives
     "qwen3_moe": {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
     "qwen3_moe, each": {EACH: True},
-    "granite_moe": {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS},
+    "granite_moe": {"target_modules": ["q_proj", "embed_tokens"], "target_parameters": EXPERTS},
     "qwen2_moe": {"target_modules": ["q_proj", "down_proj"], "target_parameters": EXPERTS[1:]},
     "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
 }
