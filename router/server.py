@@ -47,8 +47,9 @@ from router.http.shared_files import ANSWERS, CONNECTIONS, QUOTAS
 from router.http.tls import tls_problem
 from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts
+from router.stored.database import StoreDatabase, StoreUnusable
 from router.stored.runs import Runs
-from router.stored.store import AnswerStore, StoreUnusable
+from router.stored.store import AnswerStore
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         """``patience``: seconds that requests may still run once this ends.
 
-        ``runs`` of stored answers end at once: another router goes on with them.
+        ``runs`` of stored answers that take longer are left to another router, or to the next start.
         """
         super().__init__(config)
         self._tally = tally
@@ -97,15 +98,19 @@ class _Server(uvicorn.Server):
         if self._feed is not None:  # nobody waits for those who only look
             self._feed.close()
         if self._runs is not None:
-            self._runs.close()
+            self._runs.drain()
         late = asyncio.get_running_loop().call_later(self._patience, self._give_up)
         try:
             await super().shutdown(sockets)
+            if self._runs is not None:  # also those that no connection waits for
+                await self._runs.drained()
         finally:
             late.cancel()
 
     def _give_up(self) -> None:
         """End requests with an error: a connection that just breaks would give no reason."""
+        if self._runs is not None:
+            self._runs.close()
         given_up = self._mesh.give_up_all("the server ends, and the answer with it")
         if given_up:
             logger.warning(
@@ -197,8 +202,10 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+    if runs is not None:
+        runs.close()
     if store is not None:
-        store.close()
+        store.database.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
     logger.info("ends")
@@ -337,8 +344,9 @@ def _store(config: RouterConfig) -> AnswerStore | None:
     if path is None and directory is None:
         return None
     place = Path(path) if path is not None else Path(directory or "") / ANSWERS
+    most = config.http.store_max_bytes
     try:
-        return AnswerStore(place, most_bytes=config.http.store_max_bytes, lasts=path is not None)
+        return AnswerStore(StoreDatabase(place, most_bytes=most, lasts=path is not None))
     except StoreUnusable as error:
         logger.error("answers are not stored: %s", error)
         return None

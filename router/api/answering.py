@@ -83,7 +83,8 @@ class Answering:
         if request.headers.get(CAPSULE):
             request.state.body_digest = DIGEST_PREFIX + hashlib.sha256(body).hexdigest()
         self._mesh.check_room()
-        self._quotas.check(key_of(request))
+        if (stored := stored_terms(request)) is None or stored.is_limited:
+            self._quotas.check(key_of(request))
         return body
 
     async def answer_request(
@@ -116,7 +117,8 @@ class Answering:
             trace.end_with(error)
             raise
         response: Response
-        if wanted.stream or stored is not None:  # the store makes a whole answer of the last event
+        if wanted.stream or (stored is not None and not stored.is_whole):
+            # the store makes a whole answer of the last event
             response = EventStream(run, answer, keep_alive=self._config.sse_keep_alive_interval)
         else:
             response = await whole_response(run, answer, request.receive)
@@ -138,11 +140,13 @@ class Answering:
         Raises:
             ApiError: the quota is used up (429).
         """
-        lease = self._quotas.admit(terms.key, prompt_tokens)
-        arrival = request.state.arrival
-        stored = stored_terms(request)
-        mesh = self._mesh if stored is None else stored.mesh
-        return RequestRun(mesh, self._metrics, samples, arrival, terms.timeout, trace, lease)
+        stored, arrival = stored_terms(request), request.state.arrival
+        if stored is None:
+            lease = self._quotas.admit(terms.key, prompt_tokens)
+            return RequestRun(self._mesh, self._metrics, samples, arrival, terms.timeout, trace, lease)
+        lease = self._quotas.admit(terms.key, prompt_tokens) if stored.is_limited else None
+        counts = stored.counts or self._metrics
+        return RequestRun(stored.mesh, counts, samples, arrival, terms.timeout, trace, lease)
 
     def _facts(
         self,

@@ -111,7 +111,8 @@ class Generating:
     async def responses(self, request: Request) -> Response:
         body = await self._answering.receive_body(request)
         asked = await run_sized(lambda: read_responses(body), len(body))
-        stored = stored_terms(request) is not None
+        terms = stored_terms(request)
+        stored = terms is not None and not terms.is_whole
         is_resolved = stored or getattr(request.state, "is_resolved", False)
         with in_terms_of(responses_request.NAMES):
             translated = await run_sized(

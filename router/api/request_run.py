@@ -18,7 +18,7 @@ from router.errors import ApiError, too_late
 from router.http.quotas import Lease
 from router.mesh import Generates, Generation, MeshError
 from router.metrics.meter import Meter
-from router.metrics.metrics import Metrics
+from router.metrics.request_histograms import CountedRequests
 from router.text.output_stream import OutputStream, TextPiece
 
 Batch = list[tuple[OutputStream, TextPiece]]
@@ -31,7 +31,7 @@ class RequestRun:
     def __init__(
         self,
         mesh: Generates,
-        metrics: Metrics,
+        metrics: CountedRequests,
         samples: Sequence[OutputStream],
         arrival: float,
         timeout: float | None = None,

@@ -1,4 +1,4 @@
-"""What another router must repeat to make the same stored answer."""
+"""Terms of stored answers and of batches' lines, which another router must repeat."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from router.mesh import Generates
+from router.metrics.request_histograms import CountedRequests
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,12 @@ class StoredTerms:
     """Seed of the seeds of its samples."""
     mesh: Generates
     """Where its samples are generated."""
+    is_whole: bool = False
+    """Whether it comes in one piece unless its request asks for a stream."""
+    is_limited: bool = True
+    """Whether it takes from the quota of its API key."""
+    counts: CountedRequests | None = None
+    """Where it is counted; None: with the requests of clients."""
 
 
 def stored_terms(request: Request) -> StoredTerms | None:

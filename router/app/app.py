@@ -81,7 +81,7 @@ def make_app(
     runs: Runs | None = None
     if store is not None:
         window, ttl = config.resume_window, config.store_ttl
-        runs = Runs(store, mesh, handlers, window=window, ttl=ttl)
+        runs = Runs(store, mesh, handlers, metrics, window=window, ttl=ttl)
         stored = stored_routes(runs, config, handlers)
     routes = stored + _routes(generating, replaying, endpoints, server)
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
@@ -97,6 +97,7 @@ def make_app(
     app.state.refusals = refusals
     app.state.prefix = prefix
     app.state.runs = runs
+    app.state.beside = lambda: [] if runs is None else [runs.keep()]
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 

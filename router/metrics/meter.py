@@ -9,7 +9,7 @@ from typing import cast
 from engine.messages import FinishReason
 from router.mesh import Generation
 from router.metrics.histograms import Series
-from router.metrics.metrics import Metrics
+from router.metrics.request_histograms import CountedRequests
 from router.text.output_stream import OutputStream
 
 
@@ -40,7 +40,7 @@ class Gaps:
 class Meter:
     """Meter of one request; ``close`` counts each sample that ended, or was given up."""
 
-    def __init__(self, metrics: Metrics, samples: Sequence[OutputStream], arrival: float) -> None:
+    def __init__(self, metrics: CountedRequests, samples: Sequence[OutputStream], arrival: float) -> None:
         self._metrics = metrics
         self._samples = samples
         self._arrival = arrival

@@ -23,8 +23,9 @@ from router.metrics.balance_metrics import LastChange, balance_metrics
 from router.metrics.http_counts import HttpCounts
 from router.metrics.label_counts import OUTCOMES, LabelCounts
 from router.metrics.report_metrics import LABELS, of_reports
-from router.metrics.request_histograms import RequestHistograms
+from router.metrics.request_histograms import CountedRequests
 from router.metrics.shared_counts import SharedCounts, Snapshot, is_alive
+from router.metrics.store_counts import STORE_EVENTS, StoreCounts
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -41,7 +42,7 @@ def _openmetrics(registry: CollectorRegistry) -> bytes:
     return encode(registry, **as_they_are)
 
 
-class Metrics:
+class Metrics(CountedRequests):
     """All metrics of one router process and, over shared counts, of the routers beside it."""
 
     def __init__(
@@ -56,16 +57,14 @@ class Metrics:
 
         ``alone``: no other router answers on this port, so that the process's own figures mean something.
         """
+        super().__init__()
         self._mesh = mesh
         self._shared = shared
-        self._label_counts = _label_counts(mesh)
+        self.store = StoreCounts()
+        self._label_counts = _label_counts(mesh, self.store)
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
         self._last_change = LastChange()
-        self.in_flight = 0
-        self.requests = RequestHistograms()
-        self.success: dict[tuple[str, str], int] = {}
-        """Finished requests by engine and finish reason."""
         self._histograms = self.requests.all()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -73,9 +72,6 @@ class Metrics:
             ProcessCollector(registry=self._registry)
         if shared is not None and (left := shared.own()) is not None:
             self._go_on_from(left)
-
-    def __repr__(self) -> str:
-        return f"<Metrics {self.in_flight} in flight, {sum(self.success.values())} finished>"
 
     def reports(self) -> Mapping[int, InstanceReport]:
         """The newest report of each instance, by rank."""
@@ -178,6 +174,9 @@ class Metrics:
         yield faults
         for name, counted in self._label_counts.items():
             yield counted.family([getattr(other, name) for other in others])
+        if self.store.num_bytes is not None:
+            help = "Bytes of stored answers, files and batches."
+            yield GaugeMetricFamily("lockstep:store_bytes", help, self.store.num_bytes)
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))
@@ -212,9 +211,16 @@ class Metrics:
             yield from balance_metrics(balance, since)
 
 
-def _label_counts(mesh: MeshFacts) -> dict[str, LabelCounts]:
-    """Counters with one label that the mesh keeps, by their field of :class:`Snapshot`."""
+def _label_counts(mesh: MeshFacts, store: StoreCounts) -> dict[str, LabelCounts]:
+    """Counters with one label that mesh and store keep, by their field of :class:`Snapshot`."""
     return {
+        "store_events": LabelCounts(
+            lambda: store.events,
+            "lockstep:store_events",
+            "Stored answers, batches and their lines, by what became of them.",
+            "event",
+            STORE_EVENTS,
+        ),
         "choices": LabelCounts(
             mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES
         ),

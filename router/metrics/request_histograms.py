@@ -71,3 +71,28 @@ class RequestHistograms:
     def all(self) -> list[Histogram]:
         """All histograms, in the order of the metrics page."""
         return list(vars(self).values())
+
+    def add_lengths(self, others: RequestHistograms) -> None:
+        """Add what others observed but for the times, which were not those of any client."""
+        for own, other in zip(self.all(), others.all(), strict=True):
+            if not own.name.endswith("_seconds"):
+                own.add(other.totals())
+
+
+class CountedRequests:
+    """Counts that a :class:`router.metrics.meter.Meter` writes: requests running, ended, and measured."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.requests = RequestHistograms()
+        self.success: dict[tuple[str, str], int] = {}
+        """Finished requests by engine and finish reason."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.in_flight} in flight, {sum(self.success.values())} finished>"
+
+    def take(self, others: CountedRequests) -> None:
+        """Count requests that ended elsewhere, without their times."""
+        for key, count in others.success.items():
+            self.success[key] = self.success.get(key, 0) + count
+        self.requests.add_lengths(others.requests)

@@ -61,6 +61,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By result."""
     shadow_differences: dict[str, int] = {}
     """By rank."""
+    store_events: dict[str, int] = {}
+    """By event."""
     http: list[HttpTotals] = []
 
 

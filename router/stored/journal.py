@@ -16,7 +16,7 @@ import msgspec
 from coordinator.numerics import Numerics
 from engine.messages import Delta
 from router.mesh import Generation, Known, Mesh, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
-from router.stored.store import StoreUnusable
+from router.stored.database import StoreUnusable
 
 
 class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -28,6 +28,8 @@ class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
     """Name of the numerics class that gave the sample's first token."""
     spans: list[WeightSpan] = []
     """Weight versions of the sample's tokens, the batch included; empty: as before."""
+    first_class: Numerics | None = None
+    """The class of that name, with the sample's first batch."""
 
 
 logger = logging.getLogger(__name__)
@@ -149,6 +151,7 @@ class JournalGeneration:
         self._sample = sample
         self._prompt = prompt
         self._numerics: str | None = None
+        self._first_class: Numerics | None = None
         self._spans: list[WeightSpan] = []
         self._generation: Generation | None = None
         self._is_closed = False
@@ -165,8 +168,8 @@ class JournalGeneration:
 
     @property
     def first_class(self) -> Numerics | None:
-        """See :class:`router.mesh.Generation`; tokens of an earlier process have a name alone."""
-        return None if self._generation is None else self._generation.first_class
+        """See :class:`router.mesh.Generation`."""
+        return self._first_class
 
     @property
     def numerics_changes(self) -> Sequence[NumericsSwitch]:
@@ -191,6 +194,7 @@ class JournalGeneration:
         known: list[int] = []
         async for batch in self._journal.recorded(self._sample):
             self._numerics = batch.numerics
+            self._first_class = self._first_class or batch.first_class
             self._spans[:] = batch.spans or self._spans
             for delta in batch.deltas:
                 known += delta.token_ids
@@ -204,14 +208,16 @@ class JournalGeneration:
         wanted = msgspec.structs.replace(self._prompt, known=begun)
         self._generation = self._mesh.generate(wanted)
         async for delta in self._generation:
+            first = None
             if not known:
                 self._numerics = self._generation.fingerprint
+                first = self._first_class = self._generation.first_class
                 known = delta.token_ids
             spans = list(self._generation.weight_spans)
             new = [] if spans == self._spans else spans
             self._spans[:] = spans
             parts = by_token(delta)
-            await self._journal.write(JournalBatch(self._sample, parts, self._numerics, new))
+            await self._journal.write(JournalBatch(self._sample, parts, self._numerics, new, first))
             for part in parts:
                 yield part
 

@@ -16,9 +16,10 @@ from router.errors import ApiError, ErrorBody, refuse
 from router.http.body import decoder, read_body
 from router.http.large_bodies import run_sized
 from router.stored.conversations import Item, items_of, page_of
+from router.stored.database import StoreUnusable
 from router.stored.replayed_body import with_body
 from router.stored.runs import Handler, NewAnswer, Purpose, Run, RunRequest, Runs, tenant_of
-from router.stored.store import AnswerState, StoredAnswer, StoreUnusable
+from router.stored.store import AnswerState, StoredAnswer, id_of, key_of
 from router.stored.streams import NO_SUCH_ANSWER, PREFIXES, Streams, begun, unusable
 
 QUEUED, CANCELLED, FAILED, IN_PROGRESS = "queued", "cancelled", "failed", "in_progress"
@@ -135,7 +136,7 @@ class StoredResponses:
         """``DELETE /v1/responses/{id}``."""
         row = await self._row(request.path_params["id"], tenant_of(request))
         await self._runs.delete(row.id)
-        return json_response(encode(_Deleted(row.id)))
+        return json_response(encode(_Deleted(id_of(row.id))))
 
     async def cancel(self, request: Request) -> Response:
         """``POST /v1/responses/{id}/cancel``: the response as it is then, also if it had ended."""
@@ -144,8 +145,9 @@ class StoredResponses:
         if again.purpose is not Purpose.BACKGROUND:
             refuse("Only responses with background: true can be cancelled.", "background")
         if row.state is AnswerState.RUNNING:
-            await self._runs.cancel(row.id, encode(_unfinished(row.id, again, CANCELLED)))
-            row = await self._row(row.id, row.tenant)
+            id = id_of(row.id)
+            await self._runs.cancel(row.id, encode(_unfinished(id, again, CANCELLED)))
+            row = await self._row(id, row.tenant)
         return json_response(_answer(row))
 
     async def input_items(self, request: Request) -> Response:
@@ -162,7 +164,7 @@ class StoredResponses:
             ApiError: there is none for this tenant (404, and 400 if a field names it).
         """
         try:
-            row = await self._runs.store.get(id, tenant)
+            row = await self._runs.store.get(key_of(tenant, id))
         except StoreUnusable as error:
             raise unusable() from error
         if row is None or _request_of(row).kind != "responses":
@@ -180,13 +182,13 @@ def _request_of(row: StoredAnswer) -> RunRequest:
 
 def _answer(row: StoredAnswer) -> bytes:
     """The response as it is now."""
-    again = _request_of(row)
+    again, id = _request_of(row), id_of(row.id)
     if row.state is AnswerState.RUNNING:
-        return encode(_unfinished(row.id, again, IN_PROGRESS))
+        return encode(_unfinished(id, again, IN_PROGRESS))
     if (row.state is AnswerState.FAILED and row.events in (None, b"")) or not row.answer:
-        return encode(_unfinished(row.id, again, FAILED))
+        return encode(_unfinished(id, again, FAILED))
     if row.answer.startswith(b'{"error":{"message"'):
-        response = _unfinished(row.id, again, FAILED)
+        response = _unfinished(id, again, FAILED)
         message = msgspec.json.decode(row.answer, type=ErrorBody).error.message
         response.error = wire.ResponseError("server_error", message)
         return encode(response)

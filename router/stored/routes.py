@@ -28,10 +28,10 @@ def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler
             Route(path, streams.resumable(kind, handlers[kind]), methods=["POST"])
             for kind, path in PATHS.items()
         ),
-        Route("/v1/streams/{id}", streams.resume, methods=["GET"]),
+        Route("/v1/streams/{id:path}", streams.resume, methods=["GET"]),
         Route("/v1/responses", responses.create, methods=["POST"]),
-        Route("/v1/responses/{id}", responses.get, methods=["GET"]),
-        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
-        Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
-        Route("/v1/responses/{id}/input_items", responses.input_items, methods=["GET"]),
+        Route("/v1/responses/{id:path}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/responses/{id:path}/input_items", responses.input_items, methods=["GET"]),
+        Route("/v1/responses/{id:path}", responses.get, methods=["GET"]),
+        Route("/v1/responses/{id:path}", responses.delete, methods=["DELETE"]),
     ]

@@ -24,9 +24,12 @@ from router.api.stored_terms import StoredTerms
 from router.errors import ApiError, error_body, from_mesh, unexpected
 from router.ids import repeat_ids
 from router.mesh import Mesh, MeshError
+from router.metrics.metrics import Metrics
+from router.metrics.request_histograms import CountedRequests
+from router.stored.database import StoreUnusable
 from router.stored.event_log import EventLog
 from router.stored.journal import Journal, JournalMesh
-from router.stored.store import AnswerState, AnswerStore, StoredAnswer, StoreUnusable, unpacked
+from router.stored.store import AnswerState, AnswerStore, StoredAnswer, id_of, key_of, unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +99,16 @@ class Run:
     def __init__(self, id: str, tenant: str, request: RunRequest, *, owned: bool) -> None:
         self.id = id
         self.tenant = tenant
+        self.key = key_of(tenant, id)
+        """Its key in the store."""
         self.request = request
         self.log = EventLog(None if request.kind == "responses" else id)
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of the stream, once its first event is there."""
         self.owned = owned
         """Whether this router makes it, rather than following another one."""
+        self.counts: CountedRequests | None = None if owned else CountedRequests()
+        """Counts of an answer that another router began, until it has ended."""
         self.task: asyncio.Task[None] | None = None
         self.cancelled = False
         self._readers = 0
@@ -113,7 +120,9 @@ class Run:
     @classmethod
     def ended(cls, row: StoredAnswer, events: list[bytes]) -> Run:
         """An answer that has ended, as a run with all its events."""
-        run = cls(row.id, row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False)
+        run = cls(
+            id_of(row.id), row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False
+        )
         run.log.replace(events)
         return run
 
@@ -137,16 +146,25 @@ class Runs:
     """All runs of this router."""
 
     def __init__(
-        self, store: AnswerStore, mesh: Mesh, handlers: Mapping[str, Handler], *, window: float, ttl: float
+        self,
+        store: AnswerStore,
+        mesh: Mesh,
+        handlers: Mapping[str, Handler],
+        counts: Metrics,
+        *,
+        window: float,
+        ttl: float,
     ) -> None:
         """``window``: seconds that a resumable stream waits for its client; ``ttl``: that others are kept."""
         self.store = store
         self._mesh = mesh
         self._handlers = handlers
+        self.counts = counts
         self._window = window
         self._ttl = ttl
         self._runs: dict[str, Run] = {}
         self._is_closing = False
+        self._takes_over = True
         self._complaint = ""
 
     def __repr__(self) -> str:
@@ -175,7 +193,7 @@ class Runs:
         tenant = tenant_of(request)
         run = Run(new.id, tenant, again, owned=True)
         row = StoredAnswer(
-            id=new.id,
+            id=run.key,
             tenant=tenant,
             created=time.time(),
             expires=self._expiry(again),
@@ -185,40 +203,44 @@ class Runs:
             input=new.items,
         )
         await self.store.begin(row)
-        journal = Journal(new.id, self.store, [], None)
+        journal = Journal(run.key, self.store, [], None)
         try:
             response, scope = await self._handled(run, journal)
         except BaseException:
-            await self.store.delete(new.id)
+            await self.store.delete(run.key)
             raise
+        self.counts.store.events["answer_begun"] += 1
         self._start(run, self._made(run, response, scope))
         return run
 
     async def find(self, id: str, tenant: str) -> Run | None:
         """The running answer of this id; one of another router is followed."""
-        if (run := self._runs.get(id)) is not None:
-            return run if run.tenant == tenant else None
-        row = await self.store.get(id, tenant)
+        key = key_of(tenant, id)
+        if (run := self._runs.get(key)) is not None:
+            return run
+        row = await self.store.get(key)
         if row is None or row.state is not AnswerState.RUNNING:
             return None
-        return self._runs.get(id) or self._adopt(row)
+        return self._runs.get(key) or self._adopt(row)
 
     def _adopt(self, row: StoredAnswer) -> Run:
-        run = Run(row.id, row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False)
+        run = Run(
+            id_of(row.id), row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False
+        )
         self._start(run, self._followed(run))
         return run
 
-    async def cancel(self, id: str, answer: bytes) -> None:
+    async def cancel(self, key: str, answer: bytes) -> None:
         """Cancel an answer, wherever it runs; ``answer`` is what is left of it."""
-        await self.store.cancel(id, answer)
-        if (run := self._runs.get(id)) is not None:
+        await self.store.cancel(key, answer)
+        if (run := self._runs.get(key)) is not None:
             self._stop(run)
 
-    async def delete(self, id: str) -> None:
+    async def delete(self, key: str) -> None:
         """Delete an answer; one that runs ends."""
-        if (run := self._runs.get(id)) is not None:
+        if (run := self._runs.get(key)) is not None:
             self._stop(run)
-        await self.store.delete(id)
+        await self.store.delete(key)
 
     def complain(self, error: Exception) -> None:
         """Log why an answer is not stored, once until it is another reason."""
@@ -229,7 +251,7 @@ class Runs:
     # ---- run
 
     def _start(self, run: Run, work: Awaitable[None]) -> None:
-        self._runs[run.id] = run
+        self._runs[run.key] = run
 
         async def whole() -> None:
             repeat_ids(run.request.seed)
@@ -244,7 +266,7 @@ class Runs:
                 if run.owned:  # else the next one would fail in the same way
                     await self._store_end(run, unexpected())
             finally:
-                self._runs.pop(run.id, None)
+                self._runs.pop(run.key, None)
 
         run.task = asyncio.create_task(whole())
 
@@ -257,7 +279,9 @@ class Runs:
     async def _handled(self, run: Run, journal: Journal) -> tuple[Response, Scope]:
         """The response that will stream the answer, and the scope to call it with."""
         again = run.request
-        terms = StoredTerms(again.created, again.seed, JournalMesh(self._mesh, journal))
+        mesh, counts = JournalMesh(self._mesh, journal), run.counts
+        # one that another router has begun was let in there
+        terms = StoredTerms(again.created, again.seed, mesh, is_limited=counts is None, counts=counts)
         headers = [(b"content-type", b"application/json"), (b"x-request-id", again.request_id.encode())]
         scope: Scope = {
             "type": "http",
@@ -312,14 +336,18 @@ class Runs:
 
     async def _store_end(self, run: Run, error: ApiError | None) -> None:
         state, answer = (AnswerState.FAILED, error_body(error)) if error is not None else outcome_of(run)
-        await self.store.end(run.id, state, self._expiry(run.request), answer, run.log.events)
+        await self.store.end(run.key, state, self._expiry(run.request), answer, run.log.events)
+        self.counts.store.events[f"answer_{state}"] += 1
+        if run.counts is not None:
+            self.counts.take(run.counts)
 
     async def _followed(self, run: Run) -> None:
         """Follow another router's run, and go on with it once that router is dead."""
 
         async def continues() -> bool:
-            if await self.store.claim(run.id):
+            if await self.store.claim(run.key):
                 run.owned = True
+                self.counts.store.events["answer_taken_over"] += 1
                 logger.info("goes on with answer %s, whose router is gone", run.id)
                 return False
             await asyncio.sleep(FOLLOW_SECONDS)
@@ -350,7 +378,7 @@ class Runs:
                 await self._store_end(run, error)
                 run.log.end(error)
             return
-        journal = Journal(run.id, self.store, await self.store.tokens(run.id, 0), continues)
+        journal = Journal(run.key, self.store, await self.store.tokens(run.key, 0), continues)
         try:
             response, scope = await self._handled(run, journal)
         except MeshError as error:
@@ -360,7 +388,7 @@ class Runs:
     async def _ended_elsewhere(self, run: Run) -> None:
         """Wait until another router has ended the answer, then take its events from the store."""
         while True:
-            row = await self.store.get(run.id, None)
+            row = await self.store.get(run.key)
             if row is None or (row.state is not AnswerState.RUNNING and not run.owned):
                 run.log.replace(unpacked(row.events) if row is not None and row.events else run.log.events)
                 return
@@ -370,14 +398,14 @@ class Runs:
 
     async def keep(self) -> None:
         """Take over answers of dead routers, and end those that nobody wants, until cancelled."""
-        expired_at = time.monotonic()
+        expired_at = -EXPIRY_SECONDS
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self._sweep()
                 if time.monotonic() - expired_at > EXPIRY_SECONDS:
                     expired_at = time.monotonic()
-                    await self.store.expire()
+                    self.counts.store.num_bytes = await self.store.expire()
             except StoreUnusable as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(10 * SWEEP_SECONDS)
@@ -388,18 +416,28 @@ class Runs:
                 logger.info("nobody has come back for the stream %s: it ends", run.id)
                 self._stop(run)
                 if run.owned:
-                    await self.store.delete(run.id)
-            elif run.owned and await self._is_over(run.id):
+                    await self.store.delete(run.key)
+                    self.counts.store.events["answer_abandoned"] += 1
+            elif run.owned and await self._is_over(run.key):
                 self._stop(run)
-        if self._mesh.healthy and self._mesh.model is not None:
+        if self._takes_over and self._mesh.healthy and self._mesh.model is not None:
             for row in await self.store.orphans():
                 if row.id not in self._runs:
                     self._adopt(row)
 
-    async def _is_over(self, id: str) -> bool:
+    async def _is_over(self, key: str) -> bool:
         """Whether another router has cancelled or deleted an answer."""
-        row = await self.store.get(id, None)
+        row = await self.store.get(key)
         return row is None or row.state is not AnswerState.RUNNING
+
+    def drain(self) -> None:
+        """Take over no more answers."""
+        self._takes_over = False
+
+    async def drained(self) -> None:
+        """Wait until every answer that this router makes has ended."""
+        while tasks := [each.task for each in self._runs.values() if each.owned and each.task is not None]:
+            await asyncio.wait(tasks)
 
     def close(self) -> None:
         """End all runs, but leave them in the store: other routers go on with them."""

@@ -10,10 +10,11 @@ from router.api.headers import client_id_of
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
+from router.stored.database import StoreFull, StoreUnusable
 from router.stored.log_response import LogResponse
 from router.stored.replayed_body import with_body
 from router.stored.runs import Handler, NewAnswer, Purpose, Run, Runs, tenant_of
-from router.stored.store import AnswerExists, AnswerState, StoreFull, StoreUnusable, unpacked
+from router.stored.store import AnswerExists, AnswerState, key_of, unpacked
 
 RESUMABLE = "x-lockstep-resumable"
 """Request header: 1 makes a stream resumable."""
@@ -86,7 +87,7 @@ class Streams:
         """
         try:
             run = await self._runs.find(id, tenant)
-            row = None if run is not None else await self._runs.store.get(id, tenant)
+            row = None if run is not None else await self._runs.store.get(key_of(tenant, id))
         except StoreUnusable as error:
             raise unusable() from error
         if run is not None:
@@ -124,6 +125,7 @@ async def begun(runs: Runs, request: Request, new: NewAnswer) -> Run | None:
         raise ApiError(409, f"An answer {new.id} is stored already: give another request id.") from error
     except (StoreFull, StoreUnusable) as error:
         runs.complain(error)
+        runs.counts.store.events["answer_not_stored"] += 1
         if new.purpose is Purpose.BACKGROUND:
             raise ApiError(503, "The store of answers is full or does not work.") from error
         return None

@@ -88,8 +88,9 @@ def serving(mesh: FakeMesh, config: HttpConfig, store: AnswerStore | None = None
     """uvicorn on a free loopback port, in a thread of its own."""
     metrics = Metrics(mesh)
     listener = socket.create_server(("127.0.0.1", 0))
+    app = make_app(mesh, config, metrics, store=store)
     settings = uvicorn.Config(
-        RootPath(make_app(mesh, config, metrics, store=store), config.root_path),
+        RootPath(app, config.root_path),
         http=PatientProtocol,
         loop="none",
         lifespan="off",
@@ -98,9 +99,18 @@ def serving(mesh: FakeMesh, config: HttpConfig, store: AnswerStore | None = None
     )
     uvicorn_server = uvicorn.Server(settings)
 
+    async def serve() -> None:
+        beside = [asyncio.create_task(each) for each in app.state.beside()]
+        await uvicorn_server.serve(sockets=[listener])
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        if app.state.runs is not None:
+            app.state.runs.close()
+
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(uvicorn_server.serve(sockets=[listener]))
+            runner.run(serve())
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 from engine.messages import FinishReason
 from router.config import HttpConfig
 from router.mesh import ServedModel
-from router.stored.store import AnswerStore
+from router.stored.database import StoreDatabase
+from router.stored.store import AnswerState, AnswerStore, key_of
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, ids_of, serving
 from tests.router.fake_mesh import FakeMesh, saying
@@ -37,13 +40,13 @@ def closed_clients() -> Iterator[None]:
 
 @pytest.fixture
 def stored(served: ServedModel, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Server]:
-    store = AnswerStore(tmp_path / "answers", most_bytes=1 << 20, lasts=False)
+    store = AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False))
     config = HttpConfig(api_key=KEYS)
     with serving(
         FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), config, store
     ) as server:
         yield server
-    store.close()
+    store.database.close()
 
 
 def client_of(server: Server, key: str = "one") -> openai.OpenAI:
@@ -160,6 +163,54 @@ def test_a_resumable_stream_goes_on_behind_any_event_for_all_readers(stored: Ser
     assert (again.status_code, "another request id" in again.text) == (409, True)
 
 
+def test_an_id_may_have_slashes_and_belong_to_two_keys(stored: Server) -> None:
+    body = {"model": "tiny", "stream": True, "max_tokens": 8, "prompt": "Hello"}
+    found = []
+    for key in KEYS:
+        headers = {"authorization": f"Bearer {key}", "x-lockstep-resumable": "1", "x-request-id": "a/b"}
+        posted = stored.client.post("/v1/completions", json=body, headers=headers)
+        assert posted.status_code == 200
+        found.append((posted.content, get(stored, "/v1/streams/cmpl-a/b", key).content))
+    assert [again for _, again in found] == [first for first, _ in found]
+    client = client_of(stored)
+    made = client.responses.create(
+        model="tiny", input="Hello", store=True, extra_headers={"x-request-id": "c/d"}
+    )
+    assert client.responses.retrieve(made.id) == made
+    assert client.responses.input_items.list(made.id).data
+    page = stored.client.get("/metrics").text
+    assert 'lockstep:store_events_total{event="answer_done"} 3.0' in page
+    until(lambda: "lockstep:store_bytes" in stored.client.get("/metrics").text)
+
+
+def test_an_answer_whose_key_is_gone_goes_on_and_is_counted_once(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    def database() -> StoreDatabase:
+        return StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False)
+
+    def mesh() -> FakeMesh:
+        return FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP))
+
+    before, slow = AnswerStore(database()), mesh()
+    slow.delay = 30.0
+    with serving(slow, HttpConfig(api_key=KEYS, max_concurrent_requests=1), before) as first:
+        begun = client_of(first, "two").responses.create(model="tiny", input="Hello", background=True)
+        before.database.close()  # as at its death
+        after = AnswerStore(database())
+        config = HttpConfig(api_key=("one",), max_concurrent_requests=1)
+        with serving(mesh(), config, after) as second:
+            done = 'lockstep:store_events_total{event="answer_done"} 1.0'
+            until(lambda: done in second.client.get("/metrics").text)
+            assert sum(second.metrics.success.values()) == 1
+            assert second.metrics.requests.ttft.totals() == {}, "nobody's time"
+        tenant = hashlib.sha256(b"lockstep tenant two").hexdigest()[:32]
+        row = asyncio.run(after.get(key_of(tenant, begun.id)))
+        assert row is not None
+        assert row.state is AnswerState.DONE
+        after.database.close()
+
+
 def test_a_refused_request_is_not_stored(stored: Server) -> None:
     client = client_of(stored)
     with pytest.raises(openai.BadRequestError):
@@ -179,7 +230,7 @@ def test_a_refused_request_is_not_stored(stored: Server) -> None:
 def test_a_full_store_costs_background_responses_only(
     served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    store = AnswerStore(tmp_path / "answers", most_bytes=1, lasts=False)
+    store = AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1, lasts=False))
     with serving(
         FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), HttpConfig(), store
     ) as server:
@@ -189,4 +240,4 @@ def test_a_full_store_costs_background_responses_only(
         assert (made.output_text, made.model_extra["store"]) == (SAID, False)
         with pytest.raises(openai.InternalServerError, match="full or does not work"):
             client.responses.create(model="tiny", input="Hello", background=True)
-    store.close()
+    store.database.close()

@@ -10,8 +10,8 @@ import msgspec
 from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
 from router.mesh import Prompt, ServedModel
+from router.stored.database import StoreUnusable
 from router.stored.journal import Journal, JournalBatch, JournalMesh, by_token
-from router.stored.store import StoreUnusable
 from tests.router.fake_mesh import FakeMesh, logprobs_of, saying
 
 MODEL = ServedModel(("tiny",), "", 512, 256)

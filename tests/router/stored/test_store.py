@@ -9,32 +9,34 @@ from pathlib import Path
 
 import pytest
 
+from router.stored.database import ANSWERS, StoreDatabase, StoreFull, StoreUnusable
 from router.stored.store import (
     AnswerExists,
     AnswerState,
     AnswerStore,
     StoredAnswer,
-    StoreFull,
-    StoreUnusable,
+    key_of,
     unpacked,
 )
 
 
 def opened(path: Path, most_bytes: int = 1 << 20) -> AnswerStore:
-    return AnswerStore(path / "answers", most_bytes=most_bytes, lasts=False)
+    return AnswerStore(StoreDatabase(path / "answers", most_bytes=most_bytes, lasts=False))
 
 
 def answer(store: AnswerStore, id: str, *, tenant: str = "t", lasts: float = 60.0) -> StoredAnswer:
     now = time.time()
-    return StoredAnswer(id, tenant, now, now + lasts, AnswerState.RUNNING, store.owner, b"request", b"[]")
+    return StoredAnswer(
+        key_of(tenant, id), tenant, now, now + lasts, AnswerState.RUNNING, store.owner, b"request", b"[]"
+    )
 
 
 def dies(store: AnswerStore) -> None:
     """A router's death as the kernel has it: its lock is free, its file there."""
     import os
 
-    os.close(store._lock)
-    store._lock = os.open(os.devnull, os.O_RDONLY)
+    os.close(store.database._lock)
+    store.database._lock = os.open(os.devnull, os.O_RDONLY)
 
 
 def test_life_of_an_answer(tmp_path: Path) -> None:
@@ -43,20 +45,20 @@ def test_life_of_an_answer(tmp_path: Path) -> None:
         await store.begin(answer(store, "a"))
         with pytest.raises(AnswerExists):
             await other.begin(answer(other, "a"))
-        await asyncio.gather(*(store.append("a", number, b"%d" % number) for number in range(3)))
-        assert await other.tokens("a", 1) == [b"1", b"2"]
-        await store.end("a", AnswerState.DONE, time.time() + 60, b"{}", [b"data: 1\n\n", b"data: 2\n\n"])
-        row = await other.get("a", "t")
+        await asyncio.gather(*(store.append("t/a", number, b"%d" % number) for number in range(3)))
+        assert await other.tokens("t/a", 1) == [b"1", b"2"]
+        await store.end("t/a", AnswerState.DONE, time.time() + 60, b"{}", [b"data: 1\n\n", b"data: 2\n\n"])
+        row = await other.get(key_of("t", "a"))
         assert row is not None
         assert (row.state, row.answer, unpacked(row.events or b"")) == (
             AnswerState.DONE, b"{}", [b"data: 1\n\n", b"data: 2\n\n"]
         )  # fmt: skip
-        assert await other.tokens("a", 0) == []
-        assert await other.get("a", "someone else") is None
-        await other.delete("a")
-        assert await store.get("a", "t") is None
-        store.close()
-        other.close()
+        assert await other.tokens("t/a", 0) == []
+        assert await other.get(key_of("someone else", "a")) is None
+        await other.delete("t/a")
+        assert await store.get("t/a") is None
+        store.database.close()
+        other.database.close()
 
     asyncio.run(run())
 
@@ -65,15 +67,15 @@ def test_only_the_dead_lose_their_answers_and_only_to_one(tmp_path: Path) -> Non
     async def run() -> None:
         dead, *others = (opened(tmp_path) for _ in range(4))
         await dead.begin(answer(dead, "a"))
-        assert not any([await each.claim("a") for each in others])
+        assert not any([await each.claim("t/a") for each in others])
         assert not await others[0].orphans()
         dies(dead)
-        assert [each.id for each in await others[0].orphans()] == ["a"]
-        claimed = await asyncio.gather(*(each.claim("a") for each in others))
+        assert [each.id for each in await others[0].orphans()] == ["t/a"]
+        claimed = await asyncio.gather(*(each.claim("t/a") for each in others))
         assert sorted(claimed) == [False, False, True]
         assert not any([await each.orphans() for each in others])
         for store in (dead, *others):
-            store.close()
+            store.database.close()
 
     asyncio.run(run())
 
@@ -85,10 +87,10 @@ def test_room_and_expiry(tmp_path: Path) -> None:
         await store.begin(answer(store, "b", lasts=0.0))
         with pytest.raises(StoreFull):
             await store.begin(answer(store, "c"))
-        await store.end("b", AnswerState.DONE, time.time() - 1, None, [])
-        assert await store.get("b", "t") is None
+        await store.end("t/b", AnswerState.DONE, time.time() - 1, None, [])
+        assert await store.get("t/b") is None
         await store.begin(answer(store, "c"))
-        store.close()
+        store.database.close()
 
     asyncio.run(run())
 
@@ -109,8 +111,28 @@ def test_unusable_files_are_refused_or_reported(tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "answers") as connection:
             connection.execute("DROP TABLE tokens")
         with pytest.raises(StoreUnusable):
-            await store.append("a", 0, b"")
-        store.close()
+            await store.append("t/a", 0, b"")
+        store.database.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "answers") as connection:
+        connection.executescript(ANSWERS)
+        row = ("a", "t", 0.0, 4e9, "running", "nobody", b"request", b"[]", None, None, 9)
+        connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        connection.execute("INSERT INTO tokens VALUES ('a', 0, x'01')")
+        connection.execute("PRAGMA user_version = 1")
+
+    async def run() -> None:
+        store = opened(tmp_path)
+        assert [each.id for each in await store.orphans()] == ["t/a"]
+        assert await store.tokens("t/a", 0) == [b"\1"]
+        assert await store.expire() == 9
+        await store.delete("t/a")
+        assert await store.expire() == 0
+        store.database.close()
 
     asyncio.run(run())
 
@@ -121,4 +143,4 @@ def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Pa
     newest = opened(tmp_path)
     assert {each.name.split(".")[1] for each in tmp_path.glob("*.lock")} == {living.owner, newest.owner}
     for store in (dead, living, newest):
-        store.close()
+        store.database.close()
