@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.numerics import Numerics
+from coordinator.pooled_model import PooledModel
 from parallel.placement import Copies, Placement
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
@@ -131,6 +132,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How plain weights are quantised while they are read; empty: not at all."""
     lora: Lora | None = None
     """Low-rank adapters; None: the mesh has none."""
+    pooling: PooledModel | None = None
+    """What it computes with ``--runner pooling``; None: it generates tokens."""
 
 
 class State(enum.StrEnum):

@@ -14,6 +14,7 @@ import enum
 import msgspec
 
 from coordinator.numerics import Numerics
+from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
 from parallel.links.counts import LinkCount
 from parallel.lockstep import Wake
@@ -82,6 +83,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """:attr:`Prefetch.number` of the copy that has its blocks; 0 for none.
 
     It waits for the end of that.
+    """
+    pooling: PoolingParams | None = None
+    """What to answer with in place of tokens; None: it generates.
+
+    ``params`` and ``seed`` have no effect then. The answer is one delta, with ``pooled`` and no tokens.
     """
 
 
@@ -226,6 +232,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of ``Submit.output_ids`` found in the prefix cache (meaningful in the first delta)."""
     routed_experts: RoutedExperts | None = None
     """Experts of the tokens that were computed since the last delta, when asked for."""
+    pooled: Pooled | None = None
+    """Answer to a pooled request, with finish_reason ``stop``."""
 
     @property
     def is_single(self) -> bool:
@@ -269,6 +277,8 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     drafted_tokens: int = 0
     taken_by_place: list[int] = []
     """Drafts of which so many tokens, 1 and more, were those that were sampled."""
+    not_finite: int = 0
+    """Pooled requests whose result was no finite number, and which failed for it."""
 
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.messages import RoutedExperts, TokenLogprobs
 from engine.pieces.kinds import BoundaryKind
+from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
 
 Span = tuple[float, float]
@@ -40,6 +41,8 @@ class Admit(msgspec.Struct, frozen=True):
     """First prompt token whose log-probability is wanted, if those of its prompt are."""
     keeps_experts: bool = False
     """Whether results have the experts of its tokens."""
+    pooling: PoolingParams | None = None
+    """What it is answered with in place of tokens; None: it generates."""
 
 
 class RowPieces(msgspec.Struct, frozen=True):
@@ -158,6 +161,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """Part of the step's time that proposing took."""
     routed_experts: dict[int, RoutedExperts] = {}
     """Experts of a row's tokens, refused drafts included, by row that keeps them."""
+    pooled: dict[int, Pooled] = {}
+    """Answers to pooled requests by row, of those that are finite numbers; their tokens count for nothing."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):

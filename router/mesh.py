@@ -14,8 +14,10 @@ import msgspec
 from coordinator.messages import AdapterSource, ExpertBalance, Role
 from coordinator.numerics import UNKNOWN as UNKNOWN_CLASS
 from coordinator.numerics import Numerics
+from coordinator.pooled_model import PooledModel
 from engine.messages import Delta, InstanceReport
 from engine.pieces.pool import rooted
+from engine.pooling_params import PoolingParams
 from engine.sampling import SamplingParams
 
 STARTING_WEIGHTS = "default"
@@ -59,6 +61,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Low-rank adapters, each of which requests may name in place of the model."""
     ranks: int = 1
     """Tensor-parallel ranks of each instance, which decide the bits of an adapter's answers."""
+    pooling: PooledModel | None = None
+    """What it computes with ``--runner pooling``; None: it generates tokens."""
 
     def knows(self, name: str) -> bool:
         """Whether requests may use this name."""
@@ -123,6 +127,11 @@ class Prompt(msgspec.Struct, frozen=True):
 
     known: Known | None = None
     """Tokens behind which it goes on."""
+    pooling: PoolingParams | None = None
+    """What to answer with in place of tokens; None: it generates.
+
+    Its generation has one delta, with ``Delta.pooled``; or with ``Delta.error``, to be answered with 500.
+    """
 
     @property
     def root(self) -> str:

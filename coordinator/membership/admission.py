@@ -28,6 +28,7 @@ AGREED = {
     "balancing": "--enable-eplb with --eplb-config and --eplb-survive",
     "all2all_backend": "--all2all-backend",
     "mesh_transport": "--mesh-transport",
+    "pooling": "--runner with --convert and --pooler-config",
     "lora": "--enable-lora with --lora-modules, --max-loras and --max-lora-rank",
     "data_parallel_size": "-dp",
 }

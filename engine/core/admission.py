@@ -14,6 +14,7 @@ from engine.core.cache_sharing import CacheSharing
 from engine.core.pausing import Pausing
 from engine.messages import Prefetch, RequestRefused, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
+from engine.pooling_params import PoolingParams
 from engine.sampling import BadParameter
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.request import Request, RequestKey, from_submit
@@ -188,6 +189,8 @@ class Admission:
             return f"the adapter with the digest {submit.adapter} is not served any more"
         if num_prompt == 0:
             return "the prompt is empty"
+        if (pooling := submit.pooling) is not None or self._info.pooling is not None:
+            return self._problem_with_pooled(submit, pooling)
         if num_prompt >= self._max_model_len:
             return f"the prompt has {num_prompt} tokens; the context length is {self._max_model_len}"
         if num_prompt + len(submit.output_ids) >= self._max_model_len:
@@ -213,6 +216,19 @@ class Admission:
         except BadParameter as error:
             return str(error)
         return None
+
+    def _problem_with_pooled(self, submit: Submit, pooling: PoolingParams | None) -> str | None:
+        """Why a request that is pooled, or is for a pooling model, cannot be answered."""
+        model, num_tokens = self._info.pooling, len(submit.prompt_ids)
+        if model is None:
+            return "this model generates text: pooled requests need --runner pooling"
+        if pooling is None:
+            return f"this model generates no text: it does {', '.join(model.tasks)}"
+        if num_tokens > self._max_model_len:
+            return f"the input has {num_tokens} tokens; this model takes up to {self._max_model_len}"
+        if not 0 <= min(submit.prompt_ids) <= max(submit.prompt_ids) < self._info.vocab_size:
+            return f"a token id is outside the vocabulary of {self._info.vocab_size}"
+        return pooling.problem(model, num_tokens) or None
 
     def _request_of(self, peer: bytes, submit: Submit) -> Request:
         self._arrivals += 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.pooled_model import PooledModel
 from engine.model.errors import CheckpointError as CheckpointError
 from engine.model.model_files import read_json, readable_errors
 from engine.model.model_sources import (
@@ -76,6 +77,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_kv_heads: int = 0
     has_states: bool = False
     """Whether layers keep a recurrent state."""
+    pooling: PooledModel | None = None
+    """What it computes with ``--runner pooling``; None: it generates tokens."""
 
 
 @readable_errors()

@@ -52,6 +52,7 @@ def _delta(outcome: RowOutput) -> Delta:
         error=request.error,
         num_cached_output=request.num_cached_output,
         routed_experts=request.take_experts(),
+        pooled=request.pooled,
     )
 
 

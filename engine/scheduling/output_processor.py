@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.messages import FinishReason, RoutedExperts, TokenLogprobs
+from engine.pooling_params import Pooled
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, Status
@@ -14,6 +15,7 @@ from engine.scheduling.totals import SchedulerTotals
 from engine.step import ExtraTokens, StepResult
 
 NOTHING_TAKEN = ExtraTokens([])
+NOT_FINITE = "the model's result has numbers that are not finite (NaN or infinite)"
 
 
 class RowOutput(msgspec.Struct, frozen=True):
@@ -55,6 +57,9 @@ class OutputProcessor:
             request.num_in_flight -= 1
             if token_id is None or request.slot != slot:  # it was aborted while the step ran
                 continue
+            if request.pooling is not None:
+                outcomes.append(self._end_pooled(request, result.pooled.get(index)))
+                continue
             found = [logprobs[index]] if index in logprobs else []
             outcome = self._append(request, token_id, found)
             outcomes.append(outcome)
@@ -77,6 +82,16 @@ class OutputProcessor:
             request = under_way.requests[index]
             if request.slot == under_way.step.slots[index] and request.routed_until is not None:
                 request.note_experts(found)
+
+    def _end_pooled(self, request: Request, pooled: Pooled | None) -> RowOutput:
+        """End a pooled request with its answer; None: it had a number that is not finite."""
+        self._totals.on_first_token(request)
+        request.pooled = pooled
+        if pooled is None:
+            self._totals.not_finite += 1
+            request.error = NOT_FINITE
+        self._queues.finish(request, FinishReason.ERROR if pooled is None else FinishReason.STOP)
+        return RowOutput(request, [], [])
 
     def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> RowOutput:
         if self._breaks_grammar(request, token_id):

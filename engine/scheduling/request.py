@@ -11,6 +11,7 @@ import msgspec
 
 from engine.messages import FinishReason, RoutedExperts, Submit, TokenLogprobs
 from engine.pieces.pool import BlockHash, hash_block, rooted
+from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -146,6 +147,10 @@ class Request:
     """Why it failed, with ``FinishReason.ERROR``."""
     drafter: Drafter | None = None
     """Drafts next tokens, where speculation is on."""
+    pooling: PoolingParams | None = None
+    """What it is answered with in place of tokens; None: it generates."""
+    pooled: Pooled | None = None
+    """That answer, once it is computed."""
 
     def __repr__(self) -> str:
         return (
@@ -283,6 +288,7 @@ def from_submit(
         copy=submit.copy,
         blocks_at=submit.blocks_at,
         scored_from=submit.scored_from,
+        pooling=submit.pooling,
         routed_until=_known_experts(submit) if submit.routed_experts else None,
     )
     if params.prompt_logprobs is not None and not submit.output_ids:

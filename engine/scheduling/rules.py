@@ -52,7 +52,9 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     def problem_with(self, request: Request, num_blocks: int) -> str | None:
         """Why a request can never run with a cache of ``num_blocks``, None if it can."""
         most_tokens = request.num_prompt + request.max_output
-        if request.max_output < 1:
+        if request.pooling is not None:
+            most_tokens = request.num_prompt
+        elif request.max_output < 1:
             return f"the prompt has {request.num_prompt} tokens, which leaves no room to generate"
         capacity = num_blocks * self.block_size
         if most_tokens > capacity:

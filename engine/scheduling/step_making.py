@@ -155,6 +155,7 @@ def admit_of(request: Request, slot: int) -> Admit:
         adapter_digest=request.adapter,
         scored_from=request.scored_from,
         keeps_experts=request.routed_until is not None,
+        pooling=request.pooling,
     )
 
 

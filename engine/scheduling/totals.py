@@ -15,6 +15,8 @@ class SchedulerTotals:
         self.generation_tokens = 0
         self.preemptions = 0
         self.steps = 0
+        self.not_finite = 0
+        """Pooled requests whose result was no finite number."""
         self.fetched_tokens = 0
         """Tokens of prompts whose blocks were fetched; a part of the cache hits."""
         self._prompt_tokens = 0
@@ -65,4 +67,5 @@ class SchedulerTotals:
             drafts=self._drafts,
             drafted_tokens=self._drafted_tokens,
             taken_by_place=self._taken_by_place[:],
+            not_finite=self.not_finite,
         )

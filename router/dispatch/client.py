@@ -245,6 +245,7 @@ class MeshClient(RouterFacts):
             fingerprint=settings.fingerprint,
             adapters=() if settings.lora is None else settings.lora.adapters,
             ranks=settings.tensor_parallel_size,
+            pooling=settings.pooling,
         )
 
     def _connect(self, instance: PooledInstance) -> None:

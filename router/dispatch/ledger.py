@@ -175,6 +175,7 @@ class Entry:
             scored_from=self.prompt.scored_from,
             routed_experts=self.prompt.routed_experts,
             background=self.prompt.background,
+            pooling=self.prompt.pooling,
             blocks_at=self.blocks_at,
             copy=copy,
         )
