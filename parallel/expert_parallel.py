@@ -72,7 +72,9 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Products(Protocol):
     """Computes local experts on the CPU."""
 
-    def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def compute(
+        self, module: Any, rows: torch.Tensor, counts: Sequence[int], tags: Any = None, held: Any = None
+    ) -> torch.Tensor:
         """See :meth:`parallel.expert_products.ExpertProducts.compute`."""
         ...
 
@@ -195,20 +197,29 @@ class ExpertParallel:
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
         combine: Combine | None = None,
+        tags: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one expert layer: hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
 
         With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
         as transformers does, in the type of ``hidden``. All ranks with slices have the same arguments.
+        ``tags`` [tokens] name the adapters of rows on the CPU, or 0; None: at all ranks, always.
         """
         slices = self._slices
         if slices is None:
-            return self._forward(module, hidden, expert_ids, weights, combine)
+            return self._forward(module, hidden, expert_ids, weights, combine, tags)
         if self._group is None:  # being loaded: what this instance holds counts, wherever a token stands
-            return slices.summed(self._forward(module, hidden, expert_ids, weights, combine))
+            return slices.summed(self._forward(module, hidden, expert_ids, weights, combine, tags))
         return slices.gathered(
             len(hidden),
-            lambda mine: self._forward(module, hidden[mine], expert_ids[mine], weights[mine], combine),
+            lambda mine: self._forward(
+                module,
+                hidden[mine],
+                expert_ids[mine],
+                weights[mine],
+                combine,
+                None if tags is None else tags[mine],
+            ),
         )
 
     def _forward(
@@ -218,6 +229,7 @@ class ExpertParallel:
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
         combine: Combine | None,
+        tags: torch.Tensor | None,
     ) -> torch.Tensor:
         """One layer of this rank's tokens."""
         on_device = self._group is not None and self._adds_on_device(self._group, hidden)
@@ -226,31 +238,40 @@ class ExpertParallel:
         if self._group is not None and on_device:
             outputs = self._all_on_device(module, self._group, hidden, expert_ids)
         elif self._group is None or self._group.size == 1:
-            outputs = self._compute_alone(module, hidden, expert_ids)
+            outputs = self._compute_alone(module, hidden, expert_ids, tags)
         elif self._dispatch == "all_to_all":
-            outputs = self._all_to_all(module, self._group, hidden, expert_ids)
+            outputs = self._all_to_all(module, self._group, hidden, expert_ids, tags)
         else:
-            outputs = self._all_gather(module, self._group, hidden, expert_ids)
+            outputs = self._all_gather(module, self._group, hidden, expert_ids, tags)
         return _sum_at_home(outputs, weights, hidden) if combine is None else combine(outputs, weights)
 
     # ---- ways of dispatch; each returns the unweighted outputs of this rank's pairs [tokens * k, H]
 
-    def _compute_alone(self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    def _compute_alone(
+        self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, tags: torch.Tensor | None
+    ) -> torch.Tensor:
         flat = _to_host(expert_ids).reshape(-1)
         places = np.arange(len(flat)) // expert_ids.shape[1]
         mine = (self._owners(module, flat, places, len(hidden)) == self.rank).nonzero()[0]
         outputs = hidden.new_zeros(len(flat), hidden.shape[1])
-        outputs[_like(hidden, mine)] = self._compute(module, hidden, mine // expert_ids.shape[1], flat[mine])
+        known = None if tags is None else _to_host(tags)
+        tokens = mine // expert_ids.shape[1]
+        outputs[_like(hidden, mine)] = self._compute(module, hidden, tokens, flat[mine], known)
         return outputs
 
     def _all_gather(
-        self, module: Any, group: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor
+        self,
+        module: Any,
+        group: Communicator,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        tags: torch.Tensor | None,
     ) -> torch.Tensor:
         began = time.perf_counter()
         top_k = expert_ids.shape[1]
-        packed = _on_host(_pack(hidden, expert_ids))
+        packed = _on_host(_pack(hidden, expert_ids, tags))
         gathered = group.all_gather_view(packed, self.sizes)  # read before the combine
-        all_hidden, all_ids = _unpack(gathered, hidden)
+        all_hidden, all_ids, all_tags = _unpack(gathered, hidden, top_k)
         flat = all_ids.reshape(-1)
         owners = self._owners(module, flat, np.arange(len(flat)) // top_k, len(all_ids))
         mine = (owners == self.rank).nonzero()[0]
@@ -262,14 +283,19 @@ class ExpertParallel:
         own = owners[ends[self.rank] - expert_ids.numel() : ends[self.rank]]
         receive = np.bincount(own, minlength=group.size).tolist()
         arrived = time.perf_counter()
-        computed = self._compute(module, all_hidden, mine // top_k, flat[mine])
+        computed = self._compute(module, all_hidden, mine // top_k, flat[mine], all_tags)
         done = time.perf_counter()
         outputs = _bring_home(group, computed, send, receive, own.argsort(kind="stable"))
         self._note(began, arrived, done)
         return outputs
 
     def _all_to_all(
-        self, module: Any, group: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor
+        self,
+        module: Any,
+        group: Communicator,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        tags: torch.Tensor | None,
     ) -> torch.Tensor:
         began = time.perf_counter()
         flat = _to_host(expert_ids).reshape(-1)
@@ -281,10 +307,11 @@ class ExpertParallel:
         receive = [row[self.rank] for row in counts]
         on_device = _like(hidden, order)
         pairs = hidden.index_select(0, on_device // expert_ids.shape[1])
-        packed = _on_host(_pack(pairs, expert_ids.reshape(-1, 1).index_select(0, on_device)))
-        rows, ids = _unpack(group.all_to_all(packed, send, receive), hidden)
+        of_pairs = None if tags is None else tags.index_select(0, on_device // expert_ids.shape[1])
+        packed = _on_host(_pack(pairs, expert_ids.reshape(-1, 1).index_select(0, on_device), of_pairs))
+        rows, ids, known = _unpack(group.all_to_all(packed, send, receive), hidden, 1)
         arrived = time.perf_counter()
-        computed = self._compute(module, rows, np.arange(len(ids)), ids[:, 0])
+        computed = self._compute(module, rows, np.arange(len(ids)), ids[:, 0], known)
         done = time.perf_counter()
         outputs = _bring_home(group, computed, receive, send, order)
         self._note(began, arrived, done)
@@ -391,7 +418,9 @@ class ExpertParallel:
         """Rank that serves each (token, expert) pair; ``places`` index all ``total`` tokens."""
         return self._replicas.owners(_layer_of(module), experts, places, total)
 
-    def _compute(self, module: Any, hidden: torch.Tensor, tokens: Ints, expert_ids: Ints) -> torch.Tensor:
+    def _compute(
+        self, module: Any, hidden: torch.Tensor, tokens: Ints, expert_ids: Ints, tags: Ints | None
+    ) -> torch.Tensor:
         """Outputs [n, H] of pairs: hidden[tokens[i]] at expert expert_ids[i], all of which are held here."""
         number = _layer_of(module)
         at = self._replicas.row_of(number)
@@ -403,7 +432,9 @@ class ExpertParallel:
         order = local.argsort(kind="stable")
         rows = hidden.index_select(0, _like(hidden, tokens[order]))
         if hidden.device.type == "cpu":
-            outputs = self._products.compute(module, rows, counts.tolist())
+            held = np.asarray(self._replicas.mine[at], np.int64)
+            adapted = () if tags is None else (tags[tokens[order]], held)
+            outputs = self._products.compute(module, rows, counts.tolist(), *adapted)
         else:
             numbers = _slots_of(module, _like(hidden, local[order]))[:, None]
             outputs = self._local_experts(module, rows, numbers, rows.new_ones(len(rows), 1))
@@ -475,22 +506,27 @@ def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Ten
     return total.to(hidden.dtype)
 
 
-def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Hidden state, then expert ids (int32) as numbers of the same type.
+def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor, tags: torch.Tensor | None = None) -> torch.Tensor:
+    """Hidden state, then expert ids (int32) and perhaps tags (int64) as numbers of the same type.
 
     Packed so, they take one collective instead of two.
     """
-    return torch.cat([hidden, expert_ids.to(torch.int32).contiguous().view(hidden.dtype)], dim=1)
+    parts = [hidden, expert_ids.to(torch.int32).contiguous().view(hidden.dtype)]
+    if tags is not None:
+        parts.append(tags[:, None].contiguous().view(hidden.dtype))
+    return torch.cat(parts, dim=1)
 
 
-def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Ints]:
-    """Hidden states and expert ids out of the packed rows of a communicator.
+def _unpack(packed: torch.Tensor, like: torch.Tensor, top_k: int) -> tuple[torch.Tensor, Ints, Ints | None]:
+    """Hidden states, expert ids and perhaps tags out of the packed rows of a communicator.
 
-    Hidden [n, H] is on the device of ``like`` (a view on the CPU), ids [n, k] on the host.
+    Hidden [n, H] is on the device of ``like`` (a view on the CPU), ids [n, k] and tags [n] on the host.
     """
     width = like.shape[1]
     hidden = packed[:, :width] if like.is_cpu else packed[:, :width].to(like.device)
-    return hidden, _to_host(packed[:, width:].contiguous().view(torch.int32))
+    numbers = _to_host(packed[:, width:].contiguous().view(torch.int32))
+    ids, tags = np.ascontiguousarray(numbers[:, :top_k]), np.ascontiguousarray(numbers[:, top_k:])
+    return hidden, ids, tags.view(np.int64)[:, 0] if tags.shape[1] else None
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

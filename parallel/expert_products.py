@@ -35,11 +35,15 @@ class ExpertProducts:
         self._weights: WeakKeyDictionary[Any, dict[str, list[torch.Tensor]]] = WeakKeyDictionary()
         """Views by module, name and expert, [in, out]: making one costs a small product."""
 
-    def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def compute(
+        self, module: Any, rows: torch.Tensor, counts: Sequence[int], tags: Any = None, held: Any = None
+    ) -> torch.Tensor:
         """Outputs [n, H] of rows [n, H] that are sorted by expert.
 
-        The first ``counts[0]`` rows go through the module's expert 0, and so on.
+        The first ``counts[0]`` rows go through the module's expert 0, and so on. ``tags`` [n] name adapters,
+        and ``held`` the experts here: None, as adapters need native kernels.
         """
+        assert tags is None, (tags, held)
         first = "gate_up_proj" if module.has_gate else "up_proj"
         inner = self._linear(module, first, rows, counts)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)

@@ -15,7 +15,7 @@ from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import AdapterError, check_place, settled
 from engine.config.lora import LoraConfig
-from engine.kernels.adapters.sites import AdapterRoom, LowRank, SiteKey, Sites, keys_of
+from engine.kernels.adapters.sites import TAG_DIGITS, AdapterRoom, LowRank, SiteKey, Sites, keys_of
 from engine.model.sharding.shard import PassThrough
 from engine.model.weights import LoadedModel
 
@@ -35,6 +35,7 @@ class HeldAdapters:
         elsewhere = {id(part) for part in model.module.modules() if isinstance(part, PassThrough)}
         self._names = {name: key for name, key in keys_of(model.module).items() if key[0] not in elsewhere}
         self._parts: dict[str, dict[SiteKey, LowRank]] = {}
+        """Matrices by digest; those of spread experts are laid out instead."""
         self._in_use: dict[int, str] = {}
         """Digest by number."""
 
@@ -66,12 +67,19 @@ class HeldAdapters:
     def drop(self, digests: Collection[str]) -> None:
         """Forget adapters that no request has."""
         for digest in digests:
-            self._parts.pop(digest, None)
+            if self._parts.pop(digest, None) is not None and self._sites.spread_keys:
+                self._sites.let_go(tag_of(digest))
 
     def _read(self, source: AdapterSource) -> None:
         adapter = read_adapter(source, self._whole(), self._sites.room.rank)
         parts = self._placed(source, adapter)
         settled(source)  # else what was read may have another digest
+        if spread := self._sites.spread_keys:
+            if tag_of(source.digest) in map(tag_of, self._parts):
+                raise AdapterError(
+                    f"adapter {source.name} has nearly the digest of another one: change a number"
+                )
+            self._sites.hold(tag_of(source.digest), {key: parts.pop(key) for key in spread & parts.keys()})
         self._parts[source.digest] = parts
         num_bytes = sum(part.a.nbytes + part.b.nbytes for part in adapter.parts.values())
         logger.info(
@@ -93,12 +101,12 @@ class HeldAdapters:
         if other is not None:
             raise AdapterError(
                 f"adapter {source.name} adapts {other}: of this model, adapters of embedding, attention's "
-                "projections, MLPs, experts that are not spread, and the output layer are served"
+                "projections, MLPs, experts, and the output layer are served"
             )
         return {names[name]: self._cut(name, part) for name, part in here.items()}
 
     def _cut(self, name: str, part: LowRank) -> LowRank:
-        """This rank's part of a layer's matrices: outputs of B, inputs of A, or some experts."""
+        """This rank's part of a layer's matrices, cut as its weights are."""
         cuts = {} if self._model.sharded is None else self._model.sharded.done.cuts
         cut = cuts.get(f"{name}.weight") or cuts.get(name)
         if cut is None:
@@ -119,13 +127,24 @@ class HeldAdapters:
         if self._in_use.get(number) == digest:
             return
         self._in_use.pop(number, None)
-        self._sites.put(number, self._parts[digest])
+        self._sites.put(number, self._parts[digest], tag_of(digest) if self._sites.spread_keys else 0)
         self._in_use[number] = digest
+
+
+READ_AHEAD = 8
+"""Adapters that may be in memory beside those of the mesh: read for a load, or not dropped yet."""
+
+
+def tag_of(digest: str) -> int:
+    """Tag of an adapter among the choices of spread experts, never 0."""
+    return int(digest[:TAG_DIGITS], 16) or 1
 
 
 def adapter_room(config: LoraConfig) -> AdapterRoom | None:
     """Room for adapters that settings ask for; None for none."""
-    return AdapterRoom(config.max_loras, config.max_lora_rank) if config.enable_lora else None
+    if not config.enable_lora:
+        return None
+    return AdapterRoom(config.max_loras, config.max_lora_rank, config.max_cpu_loras + READ_AHEAD)
 
 
 def held_adapters(config: LoraConfig, model: LoadedModel, sites: Sites | None) -> HeldAdapters | None:

@@ -89,6 +89,11 @@ class AdapterLoading:
         with self._lock:
             return self._following.report(orders)
 
+    def has_all(self, orders: StandingOrders) -> bool:
+        """Whether all adapters of the mesh are in memory, retired ones, too."""
+        with self._lock:
+            return self._following.is_in_effect(orders) and not self._following.lacking(orders)
+
     def lacking(self, orders: StandingOrders) -> tuple[str, ...]:
         """Digests of retired adapters that this instance does not have."""
         return self._following.lacking(orders)

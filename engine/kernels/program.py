@@ -88,7 +88,7 @@ class Program:
         self._buffers: Buffers | None = None
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
-        self._lists: dict[tuple[bool, bool, bool, bool], StepList] = {}
+        self._lists: dict[tuple[bool, ...], StepList] = {}
         """Lists by whether they have exchanges of experts, sums over ranks, adapters, and all rows."""
         self.kept_choices: KeptChoices | None = None
         """Experts of the tokens of the last step, if it kept them."""
@@ -307,11 +307,12 @@ class Program:
         native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
         adapts = bool(step.array["num_runs"])
         computes_all = computes_all or self.ends.keeps
-        how = native, sums is self.sums.common, adapts, computes_all
+        adapts_spread = self.sites is not None and bool(self.sites.tagged)
+        how = native, sums is self.sums.common, adapts, adapts_spread, computes_all
         written = self._lists.get(how)
         if written is None:
             written = self._lists[how] = self._write(
-                sums, exchanges=native, adapts=adapts, computes_all=computes_all
+                sums, exchanges=native, adapts=adapts, adapts_spread=adapts_spread, computes_all=computes_all
             )
         if native:
             assert self.exchange.current is not None
@@ -339,13 +340,20 @@ class Program:
                 self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND]
             )
 
-    def _write(self, sums: Sums | None, *, exchanges: bool, adapts: bool, computes_all: bool) -> StepList:
-        """Write the list of a step; ``exchanges``: with that of experts, ``adapts``: with adapters."""
+    def _write(
+        self, sums: Sums | None, *, exchanges: bool, adapts: bool, adapts_spread: bool, computes_all: bool
+    ) -> StepList:
+        """Write the list of a step.
+
+        ``exchanges``: with that of experts, ``adapts``: with adapters, ``adapts_spread``: of spread experts.
+        """
         assert self._cache is not None
         assert self._buffers is not None
         decoder, tables = self._decoder, self.laid_out.positions.tables
+        tags = None if self.sites is None else self.sites.tags_in_choices
+        adapters = adapts, adapts_spread, tags
         facts = WriterFacts(
-            decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables, adapts, computes_all
+            decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables, *adapters, computes_all
         )
         exchange = self.exchange.current if exchanges else None
         packed, buffers = self.laid_out.packed, self._buffers

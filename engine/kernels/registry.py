@@ -11,7 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
-from engine.kernels.adapters.sites import ADAPTER_PANEL, ADAPTER_PART, ADAPTER_RUN, ADAPTER_SITE
+from engine.kernels.adapters.sites import (
+    ADAPTER_PANEL,
+    ADAPTER_PART,
+    ADAPTER_RUN,
+    ADAPTER_SITE,
+    TAGGED_ADAPTERS,
+)
 from engine.kernels.attention import narrow as narrow_attention
 from engine.kernels.attention.attention import Attention
 from engine.kernels.attention.packed import PackedAttention
@@ -52,6 +58,7 @@ LAYOUTS = {
     "adapter_panel": ADAPTER_PANEL,
     "adapter_site": ADAPTER_SITE,
     "adapter_run": ADAPTER_RUN,
+    "tagged_adapters": TAGGED_ADAPTERS,
 }
 """Structures that operations read, by the names that the compiled sources have for their sizes."""
 

@@ -123,6 +123,16 @@ class OrdersFollowing:
         orders = self._membership.orders
         return self._membership.follows_orders or (self._in_groups and self._updating.has(orders.weights))
 
+    @property
+    def lacks_adapters_of_peers(self) -> bool:
+        """Whether rows of a group may have adapters that are not in memory here.
+
+        That is also those that only requests in flight have. They go soon, or are read.
+        """
+        if self._adapters is None or not self._in_groups:
+            return False
+        return not self._adapters.has_all(self._membership.orders)
+
     # ---- groups of spread experts
 
     def await_weights(self, number: int, should_stop: Callable[[], bool]) -> None:

@@ -402,10 +402,11 @@ class InstanceProcess:
     def _catch_up(self) -> None:
         """Follow the standing orders before this instance is ready.
 
-        Weights that the mesh has gone over to since its start are read now.
+        Weights that the mesh has gone over to since its start are read now, and adapters.
         """
-        assert self._orders is not None
-        while not (self._follow_orders() or self._orders.may_be_ready):
+        orders = self._orders
+        assert orders is not None
+        while not (self._follow_orders() or orders.may_be_ready) or orders.lacks_adapters_of_peers:
             self._stops.check()
             time.sleep(CATCH_UP_INTERVAL)
 

@@ -55,14 +55,14 @@ void adapt(const Operation& op, const Step& step, Work& work) {
     });
 }
 
-// The same of rows that are sorted by expert: more has the first row of each.
+// The same of rows that are sorted by expert: more has the first row of each of a experts.
 template <class T>
 void adapt_experts(const Operation& op, Work& work) {
     constexpr int64_t MOST = 16;  // rows that go together
     auto& site = *static_cast<const AdapterSite*>(op.extra);
     auto* begins = static_cast<const int64_t*>(op.more);
     const int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
-    work.for_each(site.experts * pairs, [&](int64_t task) {
+    work.for_each(op.a * pairs, [&](int64_t task) {
         const int64_t expert = task / pairs, column = task % pairs * 2 * LANES;
         int64_t rows[MOST];
         for (int64_t row = begins[expert], count; row < begins[expert + 1]; row += count) {
@@ -83,5 +83,6 @@ extern "C" {
 int64_t lockstep_adapter_part_bytes() { return sizeof(AdapterPart); }
 int64_t lockstep_adapter_panel_bytes() { return sizeof(AdapterPanel); }
 int64_t lockstep_adapter_site_bytes() { return sizeof(AdapterSite); }
+int64_t lockstep_tagged_adapters_bytes() { return sizeof(TaggedAdapters); }
 int64_t lockstep_adapter_run_bytes() { return sizeof(AdapterRun); }
 }

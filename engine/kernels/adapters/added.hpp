@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cstdio>
+#include <cstdlib>
 #include <type_traits>
 
 #include "../core/contract.hpp"
@@ -23,14 +25,28 @@ struct AdapterPart {
 };
 
 // A product beside which adapters add something. low: rows of what a gives, `pitch` words apart. numbers: of the adapters of rows that are
-// sorted by expert, each of which has parts of its own; null: rows are a step's.
+// sorted by expert, each of which has parts of its own; null: rows are a step's. here: the experts here, where there are others elsewhere.
 struct AdapterSite {
     const AdapterPart* parts;    // by number, of experts one behind the other
     void* low;
     int64_t pitch;
     const int64_t* numbers;
     int64_t experts;             // 1 where rows are not sorted by them
-    const AdapterPart& part(int64_t number, int64_t expert) const { return parts[number * experts + expert]; }
+    const int64_t* here;
+    const AdapterPart& part(int64_t number, int64_t expert) const { return parts[number * experts + (here == nullptr ? expert : here[expert])]; }
+};
+
+// Adapters of spread experts: number i + 1 has tag i, 0 for none.
+struct TaggedAdapters {
+    const int64_t* tags;
+    int64_t count;
+    int64_t number_of(int64_t tag) const {
+        if (tag == 0) return 0;
+        for (int64_t number = 0; number < count; ++number)
+            if (tags[number] == tag) return number + 1;
+        std::fprintf(stderr, "rows of another instance have an adapter that is not in memory here\n");
+        std::abort();  // else the answer would lack it; the others recover, as from any death
+    }
 };
 
 // What a low row consists of: what b multiplies.

@@ -24,8 +24,12 @@ ADAPTER_PART = np.dtype([(name, np.int64) for name in ("a", "b", "panels", "num_
 """``AdapterPart`` of ``added.hpp``."""
 ADAPTER_PANEL = np.dtype([("at", np.int32), ("factor", np.float32)])
 """``AdapterPanel`` of ``added.hpp``."""
-ADAPTER_SITE = np.dtype([(name, np.int64) for name in ("parts", "low", "pitch", "numbers", "experts")])
+ADAPTER_SITE = np.dtype(
+    [(name, np.int64) for name in ("parts", "low", "pitch", "numbers", "experts", "here")]
+)
 """``AdapterSite`` of ``added.hpp``."""
+TAGGED_ADAPTERS = np.dtype([(name, np.int64) for name in ("tags", "count")])
+"""``TaggedAdapters`` of ``added.hpp``."""
 ADAPTER_RUN = np.dtype([(name, np.int64) for name in ("adapter", "first", "count")])
 """``AdapterRun`` of ``contract.hpp``."""
 
@@ -48,6 +52,8 @@ class AdapterRoom(NamedTuple):
 
     adapters: int
     rank: int
+    held: int = 0
+    """Those in memory, at most."""
 
 
 class LowRank(NamedTuple):
@@ -86,6 +92,8 @@ class Site:
     """Experts, each of which has matrices of its own."""
     times: int = 1
     """Rows of a token."""
+    is_spread: bool = False
+    """Whether other instances have experts, too, and rows come from there."""
     of_tokens: bool = False
     """Whether it is an embedding."""
     factor: float = 1.0
@@ -104,7 +112,8 @@ class PackedSite:
         self.site, self._dtype = site, dtype
         self.low_width = padded(room.rank) * len(site.modules)
         """Most numbers of a row of what A gives."""
-        self.parts = np.zeros((room.adapters + 1, site.experts), ADAPTER_PART)
+        numbers = room.held if site.is_spread else room.adapters
+        self.parts = np.zeros((numbers + 1, site.experts), ADAPTER_PART)
         order = torch.arange(sum(site.sizes)) if site.order is None else site.order
         self._order = F.pad(order, (0, -len(order) % (2 * LANES)), value=-1)
         ends = torch.tensor(site.sizes).cumsum(0)
@@ -150,15 +159,52 @@ class PackedSite:
         self._kept[number] = low, high, places
         return int(low.nbytes + high.nbytes)
 
-    def record(self, low: torch.Tensor, numbers: torch.Tensor | None = None) -> np.ndarray[Any, Any]:
+    def record(
+        self, low: torch.Tensor, numbers: torch.Tensor | None = None, here: Int64s | None = None
+    ) -> np.ndarray[Any, Any]:
         """``AdapterSite`` of this product.
 
         ``low``: scratch rows for what A gives; ``numbers``: of the adapters of rows that are sorted by
-        expert.
+        expert; ``here``: the experts here, where they are spread. All must outlive the record.
         """
         of_rows = 0 if numbers is None else numbers.data_ptr()
-        fields = (self.parts.ctypes.data, low.data_ptr(), low.shape[1], of_rows, self.site.experts)
+        experts = 0 if here is None else here.ctypes.data
+        fields = (self.parts.ctypes.data, low.data_ptr(), low.shape[1], of_rows, self.site.experts, experts)
         return np.array(fields, ADAPTER_SITE)
+
+
+EXPERT_BITS = 16
+"""Bits of an expert's number in a choice; above them is the tag of the row's adapter (``linked.hpp``)."""
+TAG_DIGITS = 11
+"""Hexadecimal digits of an adapter's digest that are its tag: a choice is a whole number above 0."""
+
+
+class TaggedAdapters:
+    """Adapters whose parts of spread experts are laid out, by a tag that all instances know."""
+
+    def __init__(self, room: int) -> None:
+        self.tags = np.zeros(room, np.int64)
+        """Tag of each number from 1 on; 0 if it is free."""
+        self.record = np.array((self.tags.ctypes.data, room), TAGGED_ADAPTERS)
+
+    def __bool__(self) -> bool:
+        return bool(self.tags.any())
+
+    def free(self) -> int:
+        """A number that no adapter has."""
+        return int(np.flatnonzero(self.tags == 0)[0]) + 1
+
+    def number_of(self, tag: int) -> int:
+        """Number of a tag that is there."""
+        return int(np.flatnonzero(self.tags == tag)[0]) + 1
+
+    def numbers_of(self, tags: Int64s) -> Int64s:
+        """Number of each row's adapter, 0 for none; all of them are there."""
+        numbers = np.append(0, np.arange(len(self.tags)) + 1)
+        order = np.argsort(known := np.append(0, self.tags), kind="stable")
+        found: Int64s = numbers[order[np.searchsorted(known, tags, sorter=order)]]
+        assert np.array_equal(known[found], tags), "rows of another instance have an adapter that is not here"
+        return found
 
 
 class Sites:
@@ -167,6 +213,10 @@ class Sites:
     def __init__(self, room: AdapterRoom, dtype: torch.dtype) -> None:
         self.room, self._dtype = room, dtype
         self._packed: list[PackedSite] = []
+        self.tagged = TaggedAdapters(room.held)
+        """Adapters of spread experts."""
+        self.tags_in_choices = np.zeros(room.adapters + 1, np.int64)
+        """Tags by number, where choices of experts have them (``EXPERT_BITS``)."""
 
     def packed(self, site: Site) -> PackedSite:
         """Room for the adapters of a product."""
@@ -189,9 +239,34 @@ class Sites:
         """Rows of a token that experts compute."""
         return max((each.site.times for each in self._packed), default=1)
 
-    def put(self, number: int, parts: Mapping[SiteKey, LowRank]) -> int:
-        """Lay out an adapter; returns its bytes."""
-        return sum(packed.put(number, [*map(parts.get, packed.site.keys)]) for packed in self._packed)
+    def put(self, number: int, parts: Mapping[SiteKey, LowRank], tag: int = 0) -> int:
+        """Lay out an adapter; returns its bytes.
+
+        ``tag``: names it where experts are spread: :meth:`hold` has laid out its parts there.
+        """
+        self.tags_in_choices[number] = tag << EXPERT_BITS
+        return self._put(number, parts, is_spread=False)
+
+    @property
+    def spread_keys(self) -> set[SiteKey]:
+        """Keys of those that are spread over instances."""
+        return {key for packed in self._packed if packed.site.is_spread for key in packed.site.keys}
+
+    def hold(self, tag: int, parts: Mapping[SiteKey, LowRank]) -> None:
+        """Lay out an adapter's parts of spread experts, while steps run, until :meth:`let_go`."""
+        number = self.tagged.free()
+        self._put(number, parts, is_spread=True)
+        self.tagged.tags[number - 1] = tag
+
+    def let_go(self, tag: int) -> None:
+        """Forget what was laid out of an adapter; no step may run meanwhile."""
+        number = self.tagged.number_of(tag)
+        self.tagged.tags[number - 1] = 0
+        self._put(number, {}, is_spread=True)
+
+    def _put(self, number: int, parts: Mapping[SiteKey, LowRank], *, is_spread: bool) -> int:
+        packed = [each for each in self._packed if each.site.is_spread is is_spread]
+        return sum(each.put(number, [*map(parts.get, each.site.keys)]) for each in packed)
 
 
 def in_whole_panels(parts: Sequence[torch.Tensor]) -> torch.Tensor:

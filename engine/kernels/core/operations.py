@@ -128,6 +128,10 @@ class OperationList:
             row["flags"] |= weights.flag
         self._count += 1
 
+    def keep(self, *values: Any) -> None:
+        """Keep what a record points to as long as the list."""
+        self._kept += values
+
     def run(
         self,
         library: KernelLibrary,

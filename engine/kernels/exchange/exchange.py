@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.attention.base import Int64s
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.rows import SLACK, pitch_of
 from engine.kernels.exchange.layouts import EXCHANGE
@@ -88,6 +89,7 @@ class ExpertExchange:
         """Record of addresses for the kernels; the arrays behind them are kept here."""
         self._layers: dict[int, np.ndarray[Any, Any]] = {}
         self._kept: dict[str, Any] = {}
+        self._held: dict[int, Int64s] = {}
         most = max(map(len, replicas.mine))
         self.begins = self.keep("begins", np.zeros(most + 1, dtype=np.int64))
         self.record["top_k"], self.record["hidden"] = shape.top_k, shape.hidden
@@ -115,6 +117,11 @@ class ExpertExchange:
         if self._counted is not None:
             record["counted"] = self._counted[layer].ctypes.data
         return record
+
+    def held(self, layer: int) -> Int64s:
+        """Numbers of the experts here, in the order of their parts; kept as long as this exchange."""
+        mine = self._replicas.mine[self._replicas.row_of(layer)]
+        return self._held.setdefault(layer, np.array(mine, np.int64))
 
     def keep(self, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Let a field of the record point to an array, which is kept alive."""

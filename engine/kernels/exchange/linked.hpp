@@ -85,9 +85,14 @@ inline int64_t* words_of(const Exchange& exchange, int64_t rank, int64_t which =
     char* const* arenas = which == RETURNED ? exchange.returned : exchange.arenas;
     return reinterpret_cast<int64_t*>(arenas[rank]);
 }
-// The rank that serves a member's row for an expert. Rows stand in a line, member by member, and each copy serves a span of it: see
+// A row's choice: number of an expert, and above it the tag of the row's adapter, which is the same at all members; 0 for none.
+constexpr int64_t EXPERT_BITS = 16;
+inline int64_t expert_of(int64_t choice) { return choice & ((int64_t(1) << EXPERT_BITS) - 1); }
+inline int64_t adapter_tag_of(int64_t choice) { return choice >> EXPERT_BITS; }
+// The rank that serves a member's row for its choice. Rows stand in a line, member by member, and each copy serves a span of it: see
 // parallel/replicas.py.
-inline int64_t owner_of(const Exchange& exchange, int64_t home, int64_t row, int64_t expert) {
+inline int64_t owner_of(const Exchange& exchange, int64_t home, int64_t row, int64_t choice) {
+    const int64_t expert = expert_of(choice);
     const int64_t* copies = exchange.copies + expert * exchange.most_copies;
     const int64_t count = exchange.counts[expert];
     if (count == 1) return copies[0];
@@ -243,7 +248,7 @@ int64_t receive(const Exchange& exchange, int64_t rank, int64_t which) {
                 } else {
                     int64_t num_bytes = ids_bytes;
                     for (int64_t pair = 0; pair < rows * exchange.top_k; ++pair)
-                        if (ids[pair] < 0 || ids[pair] >= exchange.num_experts) return unexpected();
+                        if (ids[pair] < 0 || expert_of(ids[pair]) >= exchange.num_experts) return unexpected();
                     for_needed(exchange, rank, rows, linkage.hosts[exchange.rank], [&](int64_t) { num_bytes += exchange.row_bytes; });
                     if (peer.header[1] != num_bytes) return unexpected();
                     peer.stage = 2;

@@ -135,7 +135,8 @@ inline void choose_near(Choices& choices, const Routing& how, int64_t* ids, floa
     }
 }
 
-// in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64; more: a Routing.
+// in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64; more: a Routing. added: by number of an adapter its
+// tag, in its place in a choice; null: choices have none.
 // The k with the greatest scores in descending order, the first one of equals.
 template <class T>
 void route(const Operation& op, const Step& step, Work& work) {
@@ -143,6 +144,7 @@ void route(const Operation& op, const Step& step, Work& work) {
     thread_local Choices choices;
     thread_local std::vector<float> scores;  // where experts are chosen by something else
     const bool has_scores = how.correction != nullptr && how.is_sigmoid == 0;
+    auto* tags = static_cast<const int64_t*>(op.added);
     auto rounded = [&](Floats value) { return how.is_exact ? value : T::rounded(value); };
     auto choose = [&](int64_t token, int64_t* ids) {
         float* weights = static_cast<float*>(op.out) + token * op.k;
@@ -186,12 +188,15 @@ void route(const Operation& op, const Step& step, Work& work) {
         auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra)) + token * op.k;
         choose(token, ids);
         if (how.copies != nullptr) std::copy(ids, ids + op.k, how.copies + token * op.k);
+        if (tags == nullptr) return;
+        const int64_t tag = tags[(op.flags & SELECTED ? step.chosen_adapters : step.adapters)[token]];
+        for (int64_t place = 0; place < op.k; ++place) ids[place] |= tag;
     });
 }
 
 // extra: the exchange. Sorts the pairs of all members whose experts are here by expert, and says in the arena where the
 // result of each will be. a: 1 for the members whose rows have come, 2 for the others, behind them; 0: all at once. out: number of the adapter of
-// each pair's token, where there are no others; or none.
+// each pair's token, or none; added: TaggedAdapters that have it, null: the step has, and there are no other members.
 template <class T>
 void sort_pairs(const Operation& op, const Step& step, Work& work) {
     if (work.take(1) > 0) return;  // by one thread
@@ -234,7 +239,8 @@ void sort_pairs(const Operation& op, const Step& step, Work& work) {
     int64_t base = op.a == 2 ? begins[exchange.num_local] : 0;  // results of the first ones stay where they are
     std::fill(begins, begins + exchange.num_local + 1, 0);
     begins[0] = base;
-    for_pairs([&](int64_t, int64_t, int64_t, int64_t expert) {
+    for_pairs([&](int64_t, int64_t, int64_t, int64_t choice) {
+        const int64_t expert = expert_of(choice);
         ++begins[exchange.numbers[expert] + 1];
         if (exchange.counted != nullptr) ++exchange.counted[expert];
     });
@@ -242,11 +248,14 @@ void sort_pairs(const Operation& op, const Step& step, Work& work) {
     thread_local std::vector<int64_t> next;
     next.assign(begins, begins + exchange.num_local);
     auto* places = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank] + exchange.places_at);
-    for_pairs([&](int64_t home, int64_t pair, int64_t row, int64_t expert) {
-        int64_t place = next[exchange.numbers[expert]]++;
+    auto* tagged = static_cast<const TaggedAdapters*>(op.added);
+    for_pairs([&](int64_t home, int64_t pair, int64_t row, int64_t choice) {
+        int64_t place = next[exchange.numbers[expert_of(choice)]]++;
         places[exchange.firsts[home] + pair] = place;
         exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + row * pitch * sizeof(E);
-        if (op.out != nullptr) static_cast<int64_t*>(op.out)[place] = (op.flags & SELECTED ? step.chosen_adapters : step.adapters)[row];
+        if (op.out == nullptr) return;
+        static_cast<int64_t*>(op.out)[place] = tagged != nullptr ? tagged->number_of(adapter_tag_of(choice))
+                                                                 : (op.flags & SELECTED ? step.chosen_adapters : step.adapters)[row];
     });
 }
 

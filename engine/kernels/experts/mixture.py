@@ -108,12 +108,16 @@ class Moe:
         shared = [] if self.shared is None else self.shared.matrices()
         return [*shared, self.router, getattr(self.experts, self.form.first), self.experts.down_proj]
 
-    def sites(self) -> list[Site]:
-        """Adapters of the experts' first product, and of their last one."""
-        form, count = self.form, len(self.experts.down_proj)
+    def sites(self, *, is_spread: bool) -> list[Site]:
+        """Adapters of the experts' first product, and of their last one.
+
+        ``is_spread``: whether other instances have experts, too.
+        """
+        form, count = self.form, self.num_experts if is_spread else len(self.experts.down_proj)
         outputs = torch.arange((1 + form.has_gate) * form.width)
         order = in_whole_panels(form.halves(outputs) if form.has_gate else (outputs,))
         experts: dict[str, Any] = {"modules": (self.experts,), "experts": count, "times": self.top_k}
+        experts["is_spread"] = is_spread
         return [
             Site(sizes=(len(outputs),), inputs=form.hidden, order=order, parameter=form.first, **experts),
             Site(sizes=(form.hidden,), inputs=form.width, parameter="down_proj", **experts),

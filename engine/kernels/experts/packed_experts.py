@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from engine.attention.base import Int64s
 from engine.host.background import let_go
+from engine.kernels.adapters.sites import PackedSite, TaggedAdapters
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import AS_FLOAT, WITHIN, OperationKind, OperationList, StepArguments
 from engine.kernels.core.pages import Arena
@@ -144,6 +146,14 @@ class NativeExperts:
         """By module: the weight that was packed."""
         self._ready: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
         """By weight, those that a module will get."""
+        self._sites: dict[int, Sequence[PackedSite | None]] = {}
+        """Adapters of the two products by module."""
+        self.tagged: TaggedAdapters | None = None
+        """Adapters that rows may have; None: they have none."""
+
+    def adapt(self, module: Any, sites: Sequence[PackedSite | None], tagged: TaggedAdapters) -> None:
+        """Add what adapters give to a module's two products from now on."""
+        self._sites[id(module)], self.tagged = sites, tagged
 
     def prepare(self, module: Any, parameters: Mapping[str, torch.nn.Parameter], rows: Sequence[int]) -> None:
         """Pack weights that a module will get, while steps run in another thread.
@@ -199,10 +209,18 @@ class NativeExperts:
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed
 
-    def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def compute(
+        self,
+        module: Any,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        tags: Int64s | None = None,
+        held: Int64s | None = None,
+    ) -> torch.Tensor:
         """Outputs [n, H] of rows [n, H] that are sorted by expert.
 
-        The first ``counts[0]`` rows go through the module's expert 0, and so on.
+        The first ``counts[0]`` rows go through the module's expert 0, and so on. ``tags`` [n] of their
+        adapters, and ``held``, the numbers of the experts here; None: rows have no adapters.
         """
         packed = self.packed(module)
         number = len(rows)
@@ -212,10 +230,38 @@ class NativeExperts:
         result = rows.new_empty(number, pitch_of(packed.form.hidden, rows.dtype))
         widest = max(packed.form.width, packed.form.hidden)
         rounded = torch.empty(number + SLACK, bytes_pitch(widest), dtype=torch.uint8)
-        operations = OperationList(4)
-        packed.write(operations, spaced(rows), middle, result, begins, rounded=rounded)
+        operations = OperationList(6)
+        adapted = (
+            None if tags is None or held is None else self._adapted(module, operations, begins, tags, held)
+        )
+        packed.write(operations, spaced(rows), middle, result, begins, rounded=rounded, adapted=adapted)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.form.hidden].contiguous()
+
+    def _adapted(
+        self, module: Any, operations: OperationList, begins: Int64s, tags: Int64s, held: Int64s
+    ) -> ExpertAdapters | None:
+        """Writers of adapters' first products; None if no row has one."""
+        if self.tagged is None or not tags.any():
+            return None
+        numbers = torch.from_numpy(self.tagged.numbers_of(tags))
+
+        def writer(site: PackedSite | None) -> Callable[[Any], Any]:
+            if site is None:
+                return _nothing
+            low = torch.empty(len(numbers), site.low_width)
+            record = site.record(low, numbers, held)
+
+            def write(rows: Any) -> np.ndarray[Any, Any]:
+                shape = {"n": site.low_width, "k": site.site.inputs, "a": len(held)}
+                operations.add(OperationKind.ADAPT_EXPERTS, into=rows, extra=record, more=begins, **shape)
+                operations.keep(low, numbers, held)
+                return record
+
+            return write
+
+        up, down = self._sites[id(module)]
+        return writer(up), writer(down)
 
 
 def _first(module: Any) -> torch.nn.Parameter:

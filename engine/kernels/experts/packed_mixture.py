@@ -77,9 +77,11 @@ class PackedMoe:
         if self._spread is None:
             ranks = packing.ranks if moe.has_parts else 1
             self._experts = PackedExperts.of(moe.experts, moe.form, packer, ranks)
-        has_sites = self._spread is None
-        self.sites = [packing.site(site) for site in moe.sites()] if has_sites else [None, None]
-        """Adapters of the experts' two products, where experts stay here."""
+        is_spread = self._spread is not None
+        self.sites = [packing.site(site) for site in moe.sites(is_spread=is_spread)]
+        """Adapters of the experts' two products."""
+        if self._spread is not None and packing.sites is not None:
+            self._spread.adapt(moe.experts, self.sites, packing.sites.tagged)
 
     def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads.
@@ -146,6 +148,7 @@ class PackedMoe:
             out=buffers[SCORES],
             extra=ids,
             more=self.routing,
+            added=writer.tags(self.sites[0]),
             n=moe.num_experts,
             k=moe.top_k,
             flags=writer.rows,
@@ -225,14 +228,17 @@ class PackedMoe:
         """Write the results of the experts here; ``record``: of the layer, ``number``: see SORT."""
         buffers, moe, experts = writer.buffers, self.moe, self._packed_experts()
         results = exchange.own + exchange.layout.results_at if area is None else area.address
-        has_adapters = self.sites[0] is not None and writer.facts.adapts
-        numbers = buffers[EXPERT_NUMBERS] if has_adapters else None
-        writer.add(OperationKind.SORT, extra=record, a=number, out=numbers, flags=writer.rows)
+        numbers = buffers[EXPERT_NUMBERS] if writer.adapts_experts(self.sites[0]) else None
+        tagged = None if self._spread is None else self._spread.tagged
+        added = None if tagged is None or numbers is None else tagged.record
+        writer.add(OperationKind.SORT, extra=record, a=number, out=numbers, added=added, flags=writer.rows)
         writer.add(OperationKind.GATHER, extra=record)
         begins, first = exchange.begins, moe.first_whole
 
+        here = None if self._spread is None else writer.experts_here()
+
         def adapted(site: PackedSite | None) -> Callable[[Any], Any]:
-            return lambda rows: writer.adapted_experts(site, rows, begins)
+            return lambda rows: writer.adapted_experts(site, rows, begins, experts.count, here)
 
         if area is not None and first is not None:  # all rows have a place, and others' experts give 0
             begins = begins[first : first + experts.count + 1]

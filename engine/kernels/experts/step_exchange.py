@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.kernels.adapters.sites import EXPERT_BITS
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.exchange.exchange import ExpertExchange, ExpertShape, LocalExchange, SharedMemoryExchange
@@ -125,8 +126,10 @@ class StepExchange:
         assert self._experts is not None
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
-            ids, scores = layer.ids[:tokens], layer.scores[:tokens]
-            given = self._experts.forward(layer.moe.experts, rows, ids, scores, combine)
+            ids, scores, tags = layer.ids[:tokens], layer.scores[:tokens], None
+            if self.products.tagged is not None:
+                ids, tags = ids & ((1 << EXPERT_BITS) - 1), ids[:, 0] >> EXPERT_BITS
+            given = self._experts.forward(layer.moe.experts, rows, ids, scores, combine, tags)
             given = given if layer.factor == 1.0 else given * layer.factor
             if layer.adds:
                 layer.out[:tokens, :hidden] += given

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.attention.base import Int64s
 from engine.kernels.adapters.sites import EXPERT_LOW, EXPERT_NUMBERS, LOW, PackedSite
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.cache.native_states import NativeStates
@@ -71,6 +72,10 @@ class WriterFacts(NamedTuple):
     """Rows of each :class:`~engine.kernels.lowering.parts.PositionTable`."""
     adapts: bool = False
     """Whether some rows of the step have adapters."""
+    adapts_spread: bool = False
+    """Whether some rows may have adapters of spread experts, here or at other instances."""
+    tags: np.ndarray[Any, Any] | None = None
+    """See :attr:`engine.kernels.adapters.sites.Sites.tags_in_choices`."""
     computes_all: bool = False
     """Whether the last layer, too, computes all rows: the choices of its experts are wanted."""
 
@@ -134,6 +139,11 @@ class Writer:
         assert self.exchange is not None
         self._num_exchanges += 1
         return self.exchange.of_layer(self._num_exchanges - 1)
+
+    def experts_here(self) -> Int64s:
+        """Numbers of the experts here in the layer of the last exchange."""
+        assert self.exchange is not None
+        return self.exchange.held(self._num_exchanges - 1)
 
     def layer_state(self, number: int) -> np.ndarray[Any, Any]:
         """The record of a layer's recurrent state, for ``extra`` of its operations."""
@@ -232,17 +242,29 @@ class Writer:
         return record
 
     def site_record(self, site: PackedSite | None) -> np.ndarray[Any, Any] | None:
-        """Record of a site's adapters for a product; None in a list for rows without any."""
+        """Record of a site's adapters; None in a list for rows without any."""
         return None if site is None or not self.facts.adapts else site.record(self.buffers[LOW])
 
+    def adapts_experts(self, site: PackedSite | None) -> bool:
+        """Whether rows of experts may have adapters; where these are spread, those of other instances."""
+        return site is not None and (self.facts.adapts_spread if site.site.is_spread else self.facts.adapts)
+
+    def tags(self, site: PackedSite | None) -> np.ndarray[Any, Any] | None:
+        """Tags by which other instances know the adapters of rows; None where they stay here."""
+        is_told = site is not None and site.site.is_spread and self.facts.adapts
+        return self.facts.tags if is_told else None
+
     def adapted_experts(
-        self, site: PackedSite | None, into: Rows, begins: Any
+        self, site: PackedSite | None, into: Rows, begins: Any, count: int, here: Int64s | None
     ) -> np.ndarray[Any, Any] | None:
-        """The same for rows that are sorted by expert; ``begins``: the first one of each."""
-        if site is None or not self.facts.adapts:
+        """The same for rows that are sorted by expert; ``begins``: the first one of each of ``count``.
+
+        ``here``: numbers of these experts, where they are spread.
+        """
+        if site is None or not self.adapts_experts(site):
             return None
-        record = site.record(self.buffers[EXPERT_LOW], self.buffers[EXPERT_NUMBERS])
-        shape = {"n": site.low_width, "k": site.site.inputs}
+        record = site.record(self.buffers[EXPERT_LOW], self.buffers[EXPERT_NUMBERS], here)
+        shape = {"n": site.low_width, "k": site.site.inputs, "a": count}
         self.add(OperationKind.ADAPT_EXPERTS, into=into, extra=record, more=begins, **shape)
         return record
 

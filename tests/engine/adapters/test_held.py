@@ -122,7 +122,7 @@ CUTS = {
 
 @pytest.mark.parametrize("what", CUTS)
 def test_ranks_have_what_an_adapter_changes_of_their_parts(adapted: Adapted, what: str) -> None:
-    """What it adds to the weights, cut as these are, is what each rank's matrices give."""
+    """Each rank's matrices give its part of what the adapter adds to the weights."""
     parameter, cuts = CUTS[what]
     of_tokens, name = what == "tokens", parameter.removesuffix(".weight")
     experts, outputs = (4,) if "experts" in name else (), 16
