@@ -61,7 +61,12 @@ class Registry:
         self._log = ViewLog(rules.token)
         self._roster = Roster(rules)
         self._records = self._roster.records
-        self._orders = Orders(rules.token, self._records, lambda: self._view.is_complete)
+        self._orders = Orders(
+            rules.token,
+            self._records,
+            lambda: self._view.is_complete,
+            lambda: self._groups.reach.left_out,
+        )
         self._groups = Groups(self._roster, self._orders, self._log)
         self._operations = Operations()
         self._roles = SetRoles()

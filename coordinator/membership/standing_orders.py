@@ -7,7 +7,7 @@ coordinator that is started again has them from those. docs/design/weight-versio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -33,11 +33,21 @@ MOST_COMMANDS = 1000
 class Orders:
     """The orders of the mesh, and which instances do not follow them yet."""
 
-    def __init__(self, token: str, records: Records, knows_all: Callable[[], bool]) -> None:
-        """``knows_all``: whether all live instances have been heard of."""
+    def __init__(
+        self,
+        token: str,
+        records: Records,
+        knows_all: Callable[[], bool],
+        left_out: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """``knows_all``: whether all live instances have been heard of.
+
+        ``left_out``: names of instances that no group takes, as others do not reach them.
+        """
         self._token = token
         self._records = records
         self._knows_all = knows_all
+        self._left_out = left_out
         self.current = StandingOrders(revision=GENERATION, token=token)
         self._learned = 0
         """Highest revision that an instance brought from an earlier coordinator."""
@@ -115,11 +125,16 @@ class Orders:
     # ---- who follows
 
     def behind(self) -> list[str]:
-        """The instances that serve and do not follow the orders yet, as text for people."""
+        """The instances that serve and do not follow the orders yet, as text for people.
+
+        One that is left out computes nothing, and cannot go over to new weights. It follows when it is let
+        back.
+        """
+        out = self._left_out()
         late = [
             f"instance {record.rank}"
             for record in self._records.values()
-            if record.state in STEPPING and not self._follows(record)
+            if record.state in STEPPING and record.instance not in out and not self._follows(record)
         ]
         return late if late or self._knows_all() else ["instances that have not registered again yet"]
 

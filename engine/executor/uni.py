@@ -55,6 +55,7 @@ from engine.step import Span, Step, StepResult
 from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.piece_memory import PieceMemory
 from engine.weight_versions.shard_weights import ShardWeights
+from parallel.communicators.base import CollectiveError
 from parallel.devices import device_sharers
 
 logger = logging.getLogger(__name__)
@@ -439,6 +440,8 @@ class UniExecutor(SpreadShard):
         self._untouched.note(step)
         self._num_begun += 1
         if self._model.experts is not None:
+            if self._new_weights is not None and self._new_weights.are_given_back:
+                raise CollectiveError("its weights are given back: the mesh sleeps", None, "aborted")
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
         with self._fixed or contextlib.nullcontext(), self._watched():

@@ -97,20 +97,25 @@ class OrdersFollowing:
             engine.weight_versions.updating.WeightsLost: the mesh's weights cannot be used here.
             engine.adapters.loading.AdaptersLost: one of its adapters cannot be served here.
         """
-        orders = self._membership.orders
+        orders, sleeping = self._membership.orders, self._sleeping
         has_adapters = self._adapters is None or self._follow_adapters(self._adapters, orders)
-        has_weights = self._updating.follow(orders, self._may_switch)
+        sleeping.look()
+        has_weights = self._updating.follow(
+            orders, self._may_switch, lambda update: sleeping.may_prepare(update, orders)
+        )
         self._membership.report_weights(self._updating.report())
         if has_weights:
             self._core.hold_steps(False)
         if self._membership.follows_orders:
             return True
-        sleeping = self._sleeping
+        is_alone = self._updating.is_idle
         goes_on = orders.standstill is None and not sleeping.is_whole
-        if goes_on and not (has_weights and sleeping.follow(orders)):
+        if goes_on and not (has_weights and sleeping.follow(orders, is_alone=is_alone)):
             return False  # what was given back comes before the first step
         stands_still = self._server.set_pause(orders.standstill)
-        if not (has_weights and has_adapters and stands_still and sleeping.follow(orders)):
+        if not (has_weights and has_adapters and stands_still):
+            return False
+        if not sleeping.follow(orders, is_alone=is_alone):
             return False
         self._membership.in_effect(orders)
         what = "not paused" if orders.standstill is None else f"paused ({orders.standstill})"
@@ -165,9 +170,9 @@ class OrdersFollowing:
         if number < (in_use := self._updating.report().number):
             raise RuntimeError(f"its weights {number} are older than those in use, {in_use}")
         weights = self._membership.orders.weights
-        if not self._sleeping.has_weights:
-            return False
-        return number == in_use or (number == weights.number and self._updating.has(weights))
+        if number == in_use:
+            return self._sleeping.has_weights
+        return number == weights.number and self._updating.has(weights)
 
     def _may_switch(self) -> bool:
         return not self._in_groups and self._core.hold_steps(True)
@@ -208,5 +213,6 @@ class OrdersFollowing:
 
     def _changed(self, version: WeightVersion) -> None:
         """Tell the coordinator and routers that the weights are others now."""
+        self._sleeping.has_new_weights()
         self._on_new_weights(version)
         self._server.tell_capacity()

@@ -304,7 +304,7 @@ class InstanceProcess:
             self._config.lora.sources,
             in_groups=self._place is not None,
         )  # fmt: skip
-        self._catch_up()
+        self._catch_up(executor)
         if self._place is None:
             membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
         else:
@@ -399,7 +399,7 @@ class InstanceProcess:
             sharers=sharers,
         )
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, executor: Executor) -> None:
         """Follow the standing orders before this instance is ready.
 
         Weights that the mesh has gone over to since its start are read now, and adapters.
@@ -408,6 +408,7 @@ class InstanceProcess:
         assert orders is not None
         while not (self._follow_orders() or orders.may_be_ready) or orders.lacks_adapters_of_peers:
             self._stops.check()
+            executor.check()  # workers get their orders
             time.sleep(CATCH_UP_INTERVAL)
 
     def _follow_orders(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import psutil
 
-from coordinator.messages import InFlight, MemoryPart, StandingOrders
+from coordinator.messages import InFlight, MemoryPart, StandingOrders, WeightUpdate
 from engine.core import EngineCore
 from engine.host.background import Chores
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
@@ -75,8 +75,28 @@ class SleepFollowing:
         """Whether the weights are in memory; from any thread."""
         return MemoryPart.WEIGHTS not in self._given
 
-    def follow(self, orders: StandingOrders) -> bool:
+    def may_prepare(self, update: WeightUpdate, orders: StandingOrders) -> bool:
+        """Whether other weights may be read now.
+
+        Those that were given back are read first, unless the others take their place.
+        """
+        return self.has_weights or (not self._reading and update.version == orders.weights)
+
+    def look(self) -> None:
+        """Use weights that were read again; called between two steps."""
+        if self._is_read:
+            self._weights.use_again()
+            self._reading = self._is_read = False
+            self.has_new_weights()
+
+    def has_new_weights(self) -> None:
+        """Note that the weights in use are in memory."""
+        self._given.discard(MemoryPart.WEIGHTS)
+
+    def follow(self, orders: StandingOrders, *, is_alone: bool) -> bool:
         """Give memory back, or take it back; returns whether that is done.
+
+        ``is_alone``: whether no other version of the weights is prepared, or about to be.
 
         Raises:
             WeightsLost: the weights cannot be read again.
@@ -86,11 +106,13 @@ class SleepFollowing:
             return True  # first all stand still
         wanted = set() if sleep is None else set(sleep.parts)
         for part in sorted(wanted - self._given):
-            if not self._give_back(part):
+            if (part is MemoryPart.WEIGHTS and not is_alone) or not self._give_back(part):
                 return False
         if MemoryPart.KV_CACHE not in wanted:
             self._given.discard(MemoryPart.KV_CACHE)  # its pages come when they are written
-        return MemoryPart.WEIGHTS in wanted or MemoryPart.WEIGHTS not in self._given or self._take_back()
+        if MemoryPart.WEIGHTS not in wanted and not self.has_weights:
+            self._take_back(may_begin=is_alone)
+        return MemoryPart.WEIGHTS in wanted or self.has_weights
 
     def close(self) -> None:
         """Stop reading weights."""
@@ -112,19 +134,13 @@ class SleepFollowing:
             logger.info("asleep: memory of %s given back, %.0f MiB less in use", part, before - _resident())
         return True
 
-    def _take_back(self) -> bool:
-        """Read the weights in the background; returns whether they are in use."""
+    def _take_back(self, *, may_begin: bool) -> None:
+        """Read the weights in the background; :meth:`look` uses them."""
         if self._problem:
             raise WeightsLost(f"the weights given back while asleep cannot be read again: {self._problem}")
-        if self._is_read:
-            self._weights.use_again()
-            self._reading = self._is_read = False
-            self._given.discard(MemoryPart.WEIGHTS)
-            return True
-        if not self._reading:
+        if may_begin and not self._reading:
             self._reading = True
             self._chores.put(self._read)
-        return False
 
     def _read(self) -> None:
         try:
@@ -137,6 +153,7 @@ class SleepFollowing:
         except Exception as error:
             logger.exception("the weights could not be read again")
             self._problem = str(error) or type(error).__name__
+        self._reading = self._is_read  # until they are in use
         self._wake_loop()
 
 

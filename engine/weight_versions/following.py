@@ -80,6 +80,11 @@ class Following:
             return version.update == self._in_use
         return version.number > self.number and version.update == self._prepared
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no version is prepared, or about to be."""
+        return not self.preparing and not self._prepared
+
     def report(self) -> WeightsReport:
         """How far this instance is, for the coordinator."""
         return WeightsReport(self.number, self._prepared, self._digest, self._failed, self._reason)

@@ -26,7 +26,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import ModelInfo, ReadingStopped
 from engine.model.errors import first_line
 from engine.model.expert_change import HeldExperts
-from engine.model.quantization.attached import ATTRIBUTE, forget_codes
+from engine.model.quantization.attached import ATTRIBUTE, forget_codes, without_memory
 from engine.model.tensors_again import read_again
 from engine.model.weight_digest import StoredTensor
 from engine.model.weight_set import check_weights, weight_files
@@ -81,6 +81,8 @@ class ShardWeights:
         self.digest = ""
         """Digest of the version in use; empty: of the checkpoint that was loaded."""
         self._source = self._next_source = info.directory
+        self.are_given_back = False
+        """Whether no step can be computed before :meth:`switch`."""
 
     def __repr__(self) -> str:
         return f"<ShardWeights {self.digest or 'as loaded'}, next {self._next_digest or 'none'}>"
@@ -121,11 +123,15 @@ class ShardWeights:
         """Use what was prepared from the next step on; called between two steps."""
         assert self._next is not None, "prepare() comes first"
         self._next.switch()
-        if self._spread is not None:
+        if self._spread is not None and self._held is not None:
+            experts = self._held.experts
             self._spread.switch()
+            if self.are_given_back:  # no group is entered, which would bring its own
+                self._held.install(experts, self._free_memory)
         self._spread = None
         self.digest, self._next, self._next_digest = self._next_digest, None, ""
         self._source = self._next_source
+        self.are_given_back = False
 
     def give_back(self) -> bool:
         """Let go of the weights in use; False if they cannot be read again.
@@ -134,19 +140,21 @@ class ShardWeights:
         """
         try:
             self._check_model()
-            if self._held is not None:
-                raise WeightsRefused("spread experts (-ep) are not given back")
         except WeightsRefused as error:
             logger.warning("weights stay in memory: %s", error)
             return False
+        if self._held is not None:  # what is prepared from those in use is void
+            self._held.replace(Path(self._source), self._held.experts, {})
         if self._program is not None:
             self._program.laid_out.give_back()
+            self._program.exchange.products.give_back()
             self._program.replace_weights(self._program.laid_out)  # lists of steps have their addresses
         for tensor in (
             dict(self._model.module.named_parameters()) | _kept_buffers(self._model.module)
         ).values():
-            tensor.data = tensor.data.new_empty(0)
+            tensor.data = without_memory(tensor)
             forget_codes(tensor)
+        self.are_given_back = True
         return True
 
     def discard(self) -> None:
@@ -160,10 +168,6 @@ class ShardWeights:
             raise WeightsRefused("new weights while an instance runs are not built for GPUs")
         if self._program is not None and self._program.sites is not None:
             raise WeightsRefused("new weights are not built for a mesh with adapters (--enable-lora)")
-        if self._held is not None and not self._model.stage.shard.is_whole:
-            raise WeightsRefused("new weights of spread experts (-ep) are not built for -tp and -pp")
-        if self._program is not None and self._program.sites is not None:
-            raise WeightsRefused("new weights are not built beside adapters (--enable-lora)")
         if not self._settings.reads_weights or not self._stored:
             raise WeightsRefused("new weights need a checkpoint of safetensors files to begin with")
 
@@ -205,8 +209,8 @@ class ShardWeights:
         """Check that there is room for what this shard reads, and for its laid-out form."""
         shard = self._model.stage.shard
         here = num_bytes // (shard.size * shard.num_stages)
-        if self._held is not None:
-            here = min(here, self._model.weight_bytes)
+        if self._held is not None:  # of the experts, this member's
+            here = min(num_bytes, self._model.weight_bytes)
         laid_out = 0 if self._program is None else self._program.weight_bytes
         needed, free = (here + laid_out) * shard.neighbours, self._free_memory()
         if needed > free * (1 - MARGIN):

@@ -33,16 +33,23 @@ class WeightsUpdating:
         self._lock = threading.Lock()
         self._stops = threading.Event()
         """Set when what is being prepared is not wanted any more."""
+        self._is_discarding = False
         self._chores = Chores("weights")
 
     def __repr__(self) -> str:
         return f"<WeightsUpdating {self._following!r}>"
 
-    def follow(self, orders: StandingOrders, may_switch: Callable[[], bool]) -> bool:
+    def follow(
+        self,
+        orders: StandingOrders,
+        may_switch: Callable[[], bool],
+        may_prepare: Callable[[WeightUpdate], bool] = lambda update: True,
+    ) -> bool:
         """Do what the orders ask for now; returns whether the version in use is theirs.
 
         Called in the step thread, between two turns. ``may_switch`` returns whether no step is under way, and
-        keeps others from beginning; it is called only when there is something to switch to.
+        keeps others from beginning; it is called only when there is something to switch to. ``may_prepare``
+        returns False while something else is to be read first.
 
         Raises:
             WeightsLost: the current version cannot be prepared here.
@@ -56,15 +63,23 @@ class WeightsUpdating:
             raise WeightsLost(f"weights {orders.weights.number} cannot be used here: {problem}")
         match action:
             case PrepareWeights(update):
-                self._begin(update)
+                if may_prepare(update):
+                    self._begin(update)
             case DiscardWeights(name):
                 self._following.discarded()
-                self._chores.put(lambda: self._versions.discard(name))
+                self._is_discarding = True
+                self._chores.put(lambda: self._discard(name))
             case SwitchWeights(update, in_flight):
                 if may_switch():
                     self._versions.switch(update, in_flight)
                     self._following.switched(update.version.number)
         return self._following.is_in_effect(orders)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no version is prepared, and none is about to be prepared or discarded."""
+        with self._lock:
+            return self._following.is_idle and not self._is_discarding
 
     def has(self, version: WeightVersion) -> bool:
         """Whether a version is in use, or prepared; from any thread."""
@@ -102,6 +117,13 @@ class WeightsUpdating:
         self._following.begun(update.version.update)
         logger.info("preparing weights %d from %s", update.version.number, update.version.source)
         self._chores.put(lambda: self._prepare(update))
+
+    def _discard(self, name: str) -> None:
+        """Give back what was prepared, in the thread."""
+        self._versions.discard(name)
+        with self._lock:
+            self._is_discarding = False
+        self._wake_loop()
 
     def _prepare(self, update: WeightUpdate) -> None:
         """Prepare a version, in the thread."""

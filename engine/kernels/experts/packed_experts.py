@@ -209,6 +209,10 @@ class NativeExperts:
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed
 
+    def give_back(self) -> None:
+        """Let go of all that is packed, between two steps."""
+        self._packed, self._ready = {}, {}
+
     def compute(
         self,
         module: Any,

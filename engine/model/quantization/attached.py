@@ -126,6 +126,11 @@ def forget_codes(parameter: torch.Tensor) -> None:
         reader.forget()
 
 
+def without_memory(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's shape with room for one number only."""
+    return parameter.data.new_empty(()).expand(parameter.shape)
+
+
 def codes_of(parameter: torch.Tensor) -> Codes | None:
     """The codes of a parameter; None for one that was not quantised."""
     reader = reader_of(parameter)

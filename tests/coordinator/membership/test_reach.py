@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.membership.operations import ACCEPTED, DONE
 from coordinator.membership.reach import MAX_REMEMBERED, Reachability, without_cuts
 from coordinator.membership.records import Record, Records, Rules
-from coordinator.messages import MAX_REACH_PEERS, Evidence, GroupPlan, Probe, State, Welcome
+from coordinator.messages import (
+    MAX_REACH_PEERS,
+    Evidence,
+    GroupPlan,
+    OperatorAnswer,
+    OrdersReport,
+    PauseMode,
+    Probe,
+    SetPause,
+    State,
+    Welcome,
+)
 from tests.coordinator.membership.group_mesh import Mesh, members
+from tests.coordinator.membership.test_registry import to
 
 
 def fails(mesh: Mesh, evidence: Evidence = Evidence.CLOSED) -> None:
@@ -99,6 +112,30 @@ def test_one_way_that_is_cut_is_enough(way: tuple[str, str], pair: Mesh) -> None
     pair.enters("a")
     joins_again(pair, "b")
     stays_out_until_reached(pair, "b", 20.0, "ab")
+
+
+def test_one_who_is_left_out_holds_no_order_up(pair: Mesh) -> None:
+    pair.cut = {("a", "b")}
+    fails_often(pair, 3, "ab")
+    pair.enters("a")
+    joins_again(pair, "b")
+    pair.says("b", state=State.READY, epoch=1)
+    wish = SetPause(command="pause", mode=PauseMode.KEEP)
+
+    def status() -> int:
+        (answer,) = to(b"o", pair.registry.handle(b"o", wish, pair.now))
+        assert isinstance(answer, OperatorAnswer)
+        return answer.status
+
+    assert status() == ACCEPTED
+    revision = pair.registry.view().orders.revision
+    pair.says("a", orders=OrdersReport(revision=revision, in_effect=True))
+    assert status() == DONE, "it is in no group, and computes nothing"
+    pair.cut.clear()
+    pair.wait(6.0, "ab")
+    assert status() == ACCEPTED
+    pair.says("b", orders=OrdersReport(revision=revision, in_effect=True))
+    assert status() == DONE
 
 
 def test_whom_fewest_others_reach_is_left_out() -> None:

@@ -59,14 +59,15 @@ class Members:
         size: int,
         group: Group = thread_group,
         ranks: int = 1,
+        stages: int = 1,
         num_blocks: int = NUM_BLOCKS,
         in_pieces: bool = False,
         **device: Any,
     ) -> None:
         """``group``: makes what experts travel over; as :func:`thread_group`, hosts of their own.
 
-        ``ranks``: tensor-parallel ones of each instance; ``num_blocks``: KV blocks of each. ``in_pieces``:
-        steps of few tokens, with drafts.
+        ``ranks``: tensor-parallel ones of each instance, in each of its ``stages``; ``num_blocks``: KV blocks
+        of each instance. ``in_pieces``: steps of few tokens, with drafts.
         """
         info, config = read_model_info(directory), settings(directory, **device)
         if in_pieces:
@@ -75,7 +76,8 @@ class Members:
             )
             config = replace(config, scheduler=scheduler)
         placement = assign_experts(info.num_experts, size * ranks, config.device.expert_placement_strategy)
-        ends: Sequence[Communicator] = group(size * ranks)
+        ends: list[Sequence[Communicator]] = [group(size * ranks) for _ in range(stages)]
+        is_whole = ranks * stages == 1
         self.executors: list[Any] = []
         self.cores: list[EngineCore] = []
         steppings: list[ThreadStepping] = []
@@ -83,16 +85,16 @@ class Members:
             place = (member.rank, size)
             executor: Any = (
                 UniExecutor(config, info, 1, place)
-                if ranks == 1
-                else ThreadedShards(config, info, tp=ranks, place=place)
+                if is_whole
+                else ThreadedShards(config, info, tp=ranks, pp=stages, place=place)
             )
             facts = executor.load(lambda _phase: None)
             boundaries = [BoundarySlots(kind, NUM_STATES) for kind in facts.boundaries]
             executor.allocate(num_blocks, sum(each.count for each in boundaries))
-            if ranks == 1:
-                executor.join(ends[member.rank], placement)
+            if is_whole:
+                executor.join(ends[0][member.rank], placement)
             else:
-                executor.join([list(ends)], placement)
+                executor.join([list(each) for each in ends], placement)
             steppings.append(ThreadStepping(member, steppings))
             self.executors.append(executor)
             core = EngineCore(
@@ -133,6 +135,12 @@ class Members:
             for each in running:
                 each.result(PATIENCE)
         return found
+
+    @property
+    def workers(self) -> list[UniExecutor]:
+        """Executors of all workers of all instances."""
+        shards = [[one.executor for one in getattr(each, "workers", ())] or [each] for each in self.executors]
+        return [worker for of_instance in shards for worker in of_instance]
 
     def close(self) -> None:
         for executor in self.executors:

@@ -76,6 +76,9 @@ class SleepingWorkers(Workers):
         super().switch()
         self.done.append("used")
 
+    def discard(self) -> None:
+        self.done.append("discarded")
+
 
 class Changing(SimulatedExecutor):
     """Has two steps under way, and weights that can change."""
@@ -86,7 +89,7 @@ class Changing(SimulatedExecutor):
 class Setting:
     """One instance without threads or routers."""
 
-    def __init__(self, executor: SimulatedExecutor) -> None:
+    def __init__(self, executor: SimulatedExecutor, *, in_groups: bool = False) -> None:
         config = EngineConfig(
             cache=CacheConfig(block_size=4),
             scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4),
@@ -101,6 +104,7 @@ class Setting:
             self.core,
             executor,  # type: ignore[arg-type]
             self.told,
+            in_groups=in_groups,
         )
 
     def told(self, version: WeightVersion) -> None:
@@ -135,11 +139,11 @@ class Sleepy(Changing):
 
 
 @pytest.fixture
-def sleepy() -> Iterator[tuple[Setting, SleepingWorkers]]:
+def sleepy(request: pytest.FixtureRequest) -> Iterator[tuple[Setting, SleepingWorkers]]:
     executor = Sleepy(block_size=4, budget=32, max_rows=4, in_flight=2, computes_apart=True)
     workers = SleepingWorkers(lambda: made.core)
     executor.new_weights = workers
-    made = Setting(executor)
+    made = Setting(executor, in_groups=getattr(request, "param", False))
     yield made, workers
     workers.may_read.set()
     made.close()
@@ -261,6 +265,45 @@ def test_an_instance_that_missed_the_waking_reads_before_it_computes(
     workers.may_read.set()
     until(made.orders.follow)
     assert made.core.has_work
+
+
+@pytest.mark.parametrize("sleepy", [False, True], ids=["alone", "in a group"], indirect=True)
+def test_later_weights_take_the_place_of_those_that_were_given_back(
+    sleepy: tuple[Setting, SleepingWorkers],
+) -> None:
+    """An instance was away while the others woke up and went over to new weights."""
+    made, workers = sleepy
+    in_groups = made.orders._in_groups
+    made.order(sleep=asleep(*BOTH))
+    assert made.orders.follow()
+    workers.may_read.set()
+    made.order(weights=VERSION)
+    if in_groups:
+        until(lambda: not made.orders.follow() and made.orders._has(1))
+        made.orders.enter(1)
+    until(made.orders.follow)
+    assert workers.done[2:] == ["read /new", "used"], "the older ones are not read again"
+    assert made.orders._has(1)
+
+
+def test_weights_that_were_given_back_are_read_before_others_are_prepared(
+    sleepy: tuple[Setting, SleepingWorkers],
+) -> None:
+    made, workers = sleepy
+    made.order(sleep=asleep(*BOTH))
+    assert made.orders.follow()
+    assert not made.orders._has(0), "no group steps without weights"
+    made.order(update=WeightUpdate(VERSION))
+    assert not made.orders.follow()
+    workers.may_read.set()
+    until(lambda: made.orders.follow() and made.membership._state.weights.prepared == "u1")
+    assert workers.done[2:] == ["read again", "used", "read /new"]
+    made.order(sleep=asleep(*BOTH))  # the update was abandoned
+    until(made.orders.follow)
+    assert workers.done[5:] == ["gave kv_cache", "discarded", "gave weights"]
+    made.order()
+    until(made.orders.follow)
+    assert workers.done[8:] == ["read again", "used"]
 
 
 def test_an_instance_whose_weights_are_gone_ends(sleepy: tuple[Setting, SleepingWorkers]) -> None:

@@ -125,7 +125,7 @@ def test_memory_that_was_given_back_is_filled_again(
         assert stored
         assert not any(tensor.view(torch.uint8).flatten()[4096:-4096].any() for tensor in stored)
         assert executor.give_back(MemoryPart.WEIGHTS)
-        assert not sum(each.numel() for each in executor._model.module.parameters())
+        assert sum(each.untyped_storage().nbytes() for each in executor._model.module.parameters()) < 1000
 
     sleep()
     assert weights.prepare("") == whole_digest([directory / "model.safetensors"])

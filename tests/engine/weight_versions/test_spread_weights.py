@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ def newer(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(directory, tmp_path_factory.mktemp("newer") / "weights")
 
 
-def assert_holds(model: Any, weights: Path, experts: Sequence[Sequence[int]]) -> None:
+def assert_holds(
+    model: Any, weights: Path, experts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+) -> None:
     """Each layer has these experts of these weights."""
-    whole = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=dtype)
     for (path, module), of_layer in zip(expert_modules(model).items(), experts, strict=True):
         assert module.num_experts == len(of_layer)
         for name, parameter in module.named_parameters():
@@ -70,7 +73,16 @@ def test_held_experts_change_with_the_version(directory: Path, newer: Path, is_b
     assert_holds(model, directory, before)
     other = [[1, num_experts - 1] for _ in before]
     held.prepare(other, PLENTY)  # of the old version, for a group that is not entered
-    spread.switch()
+    assert held.is_prepared(other)
+    asked = itertools.count()
+
+    def switch_meanwhile() -> bool:
+        if next(asked) == 1:  # the first question comes before anything is read
+            spread.switch()
+        return False
+
+    held.prepare(other, PLENTY, switch_meanwhile)
+    assert next(asked) > 1
     assert_holds(model, newer, before)
     assert not held.is_prepared(other), "what was read of the old version is void"
     held.install(other, lambda: PLENTY)

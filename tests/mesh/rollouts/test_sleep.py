@@ -25,9 +25,12 @@ def resident(mesh: PausedMesh) -> dict[int, float]:
     return {each.rank: psutil.Process(each.pid).memory_info().rss / 2**20 for each in mesh.view().members}
 
 
-def test_a_sleeping_mesh_gives_back_memory_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [DENSE, *(pytest.param(each, marks=pytest.mark.nightly) for each in ("-ep", "-ep -tp 2"))]
+)
+def test_a_sleeping_mesh_gives_back_memory_and_goes_on(how: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        mesh = PausedMesh(tmp_path, stack, DENSE)
+        mesh = PausedMesh(tmp_path, stack, how)
         undisturbed = [answer.ids for answer in asyncio.run(mesh.streams())]
         awake = resident(mesh)
 

@@ -31,10 +31,10 @@ class PausedMesh(SpreadMesh):
     def __init__(
         self, directory: Path, stack: contextlib.ExitStack, how: str, more: Sequence[str] = ()
     ) -> None:
-        """``more``: further flags."""
+        """``how``: flags of the layout. ``more``: further flags."""
         self.admin = free_port()
         flags = [*FLAGS, "--admin-port", str(self.admin), *more]
-        super().__init__(directory, stack, 2, how=(how,), flags=flags)
+        super().__init__(directory, stack, 2, how=how.split(), flags=flags)
 
     def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, Any]:
         """Status and answer of a call to the admin API."""

@@ -29,15 +29,22 @@ def answers(ports: Ports, ranks: dict[int, int] | None = None, during: Any = Non
     return asyncio.run(crowd(ports, during, COUNT, ranks, num_tokens=NUM_TOKENS))
 
 
-@pytest.mark.parametrize("how", [DENSE, "-ep"])
+SHARDED = ("-ep -tp 2", "-ep -pp 2")
+
+
+@pytest.mark.parametrize(
+    "how", [DENSE, "-ep", *(pytest.param(layout, marks=pytest.mark.nightly) for layout in SHARDED)]
+)
 def test_all_instances_go_over_and_a_joiner_reads_the_new_weights(tmp_path: Path, how: str) -> None:
     new = trained(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "new")
     newer = trained(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "newer", seed=2)
     expected = []
     for number, directory in enumerate((new, newer)):
         ports = Ports()
+        alone = how if how in SHARDED else DENSE
         flags = [
-            "--dtype", "float32", "--num-gpu-blocks-override", "600", "--served-model-name", SHIPPED_MODEL, DENSE,
+            "--dtype", "float32", "--num-gpu-blocks-override", "600", "--served-model-name", SHIPPED_MODEL,
+            *alone.split(),
         ]  # fmt: skip
         with serve(tmp_path / f"fresh{number}", str(directory), "-dp", "1", *ports.head(), *flags) as command:
             command.wait_for("1 instance ready")

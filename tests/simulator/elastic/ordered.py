@@ -11,13 +11,16 @@ from collections.abc import Callable
 from functools import partial
 
 from coordinator.membership.operations import ACCEPTED, DONE
+from coordinator.membership.records import Instruction
 from coordinator.messages import (
+    Evidence,
     GroupPlan,
     MemoryPart,
     OperatorCommand,
     PauseMode,
     SetSleep,
     StandingOrders,
+    State,
     UpdateWeights,
     WakeUp,
     WeightUpdate,
@@ -61,7 +64,8 @@ class OrderedInstance(PausedInstance):
         if isinstance(self.following.next(orders), DiscardWeights):
             self.following.discarded()
         action = self.following.next(orders)
-        if isinstance(action, PrepareWeights):
+        if isinstance(action, PrepareWeights) and self._may_prepare(action.update):
+            self._begins_to_read()
             self.following.begun(action.update.version.update)
             delay = 1 + self.world.up_to(self.world.settings.prepare)
             self.world.after(self, delay, self._prepared, action.update)
@@ -69,7 +73,22 @@ class OrderedInstance(PausedInstance):
         if report != self.member_state.weights:
             self.member_state.weights = report
             self.say()
+        if orders.standstill is None and self.without and not self._has_done(orders):
+            return  # what was given back comes before the first step
         super()._follow()
+
+    def _may_prepare(self, update: WeightUpdate) -> bool:
+        """Whether nothing is to be read first.
+
+        Weights that were given back are, unless the new ones take their place.
+        """
+        if MemoryPart.WEIGHTS not in self.without:
+            return True
+        return not self._is_reading and update.version == self.member_state.orders.weights
+
+    def _begins_to_read(self) -> None:
+        if self._is_reading or self.following.preparing:
+            self.world.checker.broken(Rule.VERSIONS, f"{self.name} reads two versions at once")
 
     def _prepared(self, update: WeightUpdate) -> None:
         """A version is prepared, in the background."""
@@ -80,6 +99,7 @@ class OrderedInstance(PausedInstance):
         else:
             self._next_content, self._next_update = self._read_weights(update), update.version.update
             self.following.prepared(update.version.source)
+            self.world.have_prepared.add((update.version.update, self.name))
         self._look_again()
 
     def _read_weights(self, update: WeightUpdate) -> str:
@@ -93,17 +113,22 @@ class OrderedInstance(PausedInstance):
         if sleep is not None and not sleep.gives_back:
             return True
         wanted = set() if sleep is None else set(sleep.parts)
+        if not wanted <= self.without and not self.following.is_idle:
+            return False
         self.without |= wanted
+        self.without -= {MemoryPart.KV_CACHE} - wanted
         if self.without == wanted:
             return True
-        if not self._is_reading:
+        if not self._is_reading and self.following.is_idle:
+            self._begins_to_read()
             self._is_reading = True
-            self.world.after(self, 1 + self.world.up_to(self.world.settings.prepare), self._took_back, wanted)
+            self.world.after(self, 1 + self.world.up_to(self.world.settings.prepare), self._took_back)
         return False
 
-    def _took_back(self, wanted: set[MemoryPart]) -> None:
+    def _took_back(self) -> None:
         self._is_reading = False
-        self.without &= wanted
+        sleep = self.member_state.orders.sleep
+        self.without = set() if sleep is None else self.without & set(sleep.parts)
         self._look_again()
 
     def _look_again(self) -> None:
@@ -127,11 +152,14 @@ class OrderedInstance(PausedInstance):
         if self.recovery.target is not form:
             return
         weights, in_use = self.member_state.orders.weights, self.following.number
-        if MemoryPart.WEIGHTS in self.without:
-            self.world.after(self, 2, self._read, form)
-        elif form.weights < in_use:
+        if form.weights < in_use:
             self._carry_out(self.recovery.failed(form.epoch))
-        elif form.weights == in_use or (form.weights == weights.number and self.following.has(weights)):
+            return
+        if form.weights == in_use:
+            has_them = MemoryPart.WEIGHTS not in self.without
+        else:
+            has_them = form.weights == weights.number and self.following.has(weights)
+        if has_them:
             super()._read(form)
         else:
             self.world.after(self, 2, self._read, form)
@@ -147,10 +175,16 @@ class OrderedInstance(PausedInstance):
         self.world.checker.counts["switches"] += 1
         self.following.switched(number)
         self.content, self.update = self._next_content, self._next_update
+        self.without.discard(MemoryPart.WEIGHTS)
         self.member_state.weights = self.following.report()
 
     def _decide(self, headers: list[StepHeader]) -> None:
         self._has_rows = any(header.num_tokens for header in headers)
+        if self._has_rows and MemoryPart.WEIGHTS in self.without:
+            self.world.is_asked_asleep(self)
+            assert self.group is not None
+            self._interrupted(self.group, [], Evidence.CLOSED)
+            return
         super()._decide(headers)
 
     def _computed(self, group: Group) -> None:
@@ -169,6 +203,12 @@ class OrderedWorld(PausedWorld):
         """Highest version that was answered as in use everywhere."""
         self.is_asleep = False
         """Whether a sleep was answered as done, and nothing came after."""
+        self._asleep_by = 0
+        """Revision of the orders of that sleep."""
+        self.have_prepared: set[tuple[str, str]] = set()
+        """Updates and the instances that had prepared them."""
+        self._waited_for: tuple[int, str] = 0, ""
+        """A coordinator, and the update that its orders had when it was last seen."""
         self._orders_to_come = 0
         super().__init__(seed)
         draw = self._draw = random.Random(f"orders {seed}")
@@ -215,6 +255,8 @@ class OrderedWorld(PausedWorld):
         if status == DONE:
             self._note_away()
             self.is_asleep = True
+            assert self.registry is not None
+            self._asleep_by = self.registry.view().orders.revision
         self.after(None, self._draw.choice((5, 50, 300)), self._wakes)
 
     def _wakes(self) -> None:
@@ -224,6 +266,25 @@ class OrderedWorld(PausedWorld):
     def _awake(self, status: int) -> None:
         self.checker.counts[f"wakes answered {status}"] += 1
         self._orders_to_come -= 1
+        if status == DONE:
+            self._note_away()
+
+    def _carry_out(self, instructions: list[Instruction], sender: str = "") -> None:
+        self._look_at_update()
+        super()._carry_out(instructions, sender)
+
+    def _look_at_update(self) -> None:
+        """Check that all members had prepared an update that is decided now."""
+        assert self.registry is not None
+        orders, waited_for = self.registry._orders.current, self._waited_for
+        update = "" if orders.update is None else orders.update.version.update
+        self._waited_for = self.num_coordinators, update
+        if waited_for != (self.num_coordinators, orders.weights.update) or not orders.weights.update:
+            return
+        self.checker.counts["updates decided"] += 1
+        members = [each.instance for each in self.registry.view().members if each.state is State.READY]
+        if late := [name for name in members if (orders.weights.update, name) not in self.have_prepared]:
+            self.checker.broken(Rule.VERSIONS, f"{orders.weights.update} is decided without {late}")
 
     def _repeat(self, wish: OperatorCommand, then: Callable[[int], None]) -> None:
         """Send a command until its answer is final."""
@@ -259,11 +320,17 @@ class OrderedWorld(PausedWorld):
         assert isinstance(instance, OrderedInstance)
         if instance.name in self._away:
             return
-        if self.is_asleep:
+        if self.is_asleep and self._is_remembered(self._asleep_by):
             self.checker.broken(Rule.ASLEEP, f"{instance.name} gives a token after the sleep was done")
         known = max(each.member_state.orders.weights.number for each in self.instances.values() if each.alive)
         if instance.following.number < self.newest <= known:  # else all that knew of it are dead
             self.checker.broken(Rule.VERSIONS, f"{instance.name} uses weights older than {self.newest}")
+
+    def is_asked_asleep(self, instance: OrderedInstance) -> None:
+        """An instance without weights is to compute, and breaks the group instead."""
+        self.checker.counts["steps refused without weights"] += 1
+        if instance.name not in self._away:
+            self.checker.broken(Rule.ASLEEP, f"{instance.name} is to compute without weights")
 
     def computes(self, instance: OrderedInstance, group: Group) -> None:
         """An instance has computed a step of its group."""

@@ -103,6 +103,8 @@ class PausedWorld(World):
         """Requests that have tokens."""
         self.stopped: PauseMode | None = None
         """The pause that was answered as done, until the next command."""
+        self._stopped_by = 0
+        """Revision of the orders that the last answered command gave."""
         self._away: set[str] = set()
         """Instances that the coordinator did not hear then.
 
@@ -147,6 +149,7 @@ class PausedWorld(World):
             return
         self.stopped = mode
         assert self.registry is not None
+        self._stopped_by = self.registry.view().orders.revision
         known = {member.instance for member in self.registry.view().members}
         self._away = set(self.instances) - known
         self.checker.counts["requests in a pause"] += sum(bool(request.left) for request in self.requests)
@@ -172,6 +175,13 @@ class PausedWorld(World):
         if not any(each.alive and each.member_state.orders.revision for each in self.instances.values()):
             self.stopped = None  # all that knew of the pause are dead
 
+    def _is_remembered(self, revision: int) -> bool:
+        """Whether anybody is left who has these orders, or later ones."""
+        known = [each.member_state.orders.revision for each in self.instances.values() if each.alive]
+        if self.registry is not None:
+            known.append(self.registry.view().orders.revision)
+        return max(known, default=0) >= revision
+
     # ---- what is checked
 
     def got_token(self, instance: PausedInstance, request: Request) -> None:
@@ -179,7 +189,7 @@ class PausedWorld(World):
         has_begun = request in self.begun
         if not has_begun:
             self.begun.append(request)
-        if instance.name in self._away:
+        if instance.name in self._away or not self._is_remembered(self._stopped_by):
             return
         if self.stopped is PauseMode.KEEP or (self.stopped is PauseMode.WAIT and not has_begun):
             self.checker.broken(Rule.PAUSED, f"{instance.name} computes in a pause ({self.stopped})")
