@@ -44,6 +44,10 @@ class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
     """Set while the router waits for :class:`Attached`, or lost it with a broken connection."""
 
 
+BATCH_PRIORITY = 2**62
+"""Priority of lines of batches, which run while no other request does."""
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """Generate, or resume after ``output_ids``, which the client already has."""
 

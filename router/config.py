@@ -273,6 +273,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     resume_window: Annotated[
         float, Meta(gt=0), flag(help="Seconds that a resumable stream waits for a client that is gone.")
     ] = 60.0
+    batch_max_file_bytes: Annotated[
+        Bytes, flag(help="Largest file that may be uploaded for the batch API; larger ones get 413.")
+    ] = 200 * 1024**2
+    batch_max_lines: Annotated[Count, flag(help="Most requests of a batch.")] = 50_000
+    batch_lines_per_instance: Annotated[
+        Count, flag(help="Requests of batches in flight for each instance, running or waiting there.")
+    ] = 256
     dashboard: Annotated[bool, flag(help="Serve a live page about the mesh at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds for running requests to finish after SIGTERM.")

@@ -33,6 +33,7 @@ from router.app.dashboard.feed import Feed
 from router.app.dashboard.page import Dashboard
 from router.app.middleware import KeyCheck, RootPath
 from router.app.refusals import Refusals
+from router.app.store_work import StoreWork
 from router.config import HttpConfig, RouterConfig
 from router.dispatch.client import MeshClient
 from router.dispatch.ledger import named
@@ -48,7 +49,6 @@ from router.http.tls import tls_problem
 from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts
 from router.stored.database import StoreDatabase, StoreUnusable
-from router.stored.runs import Runs
 from router.stored.store import AnswerStore
 
 logger = logging.getLogger(__name__)
@@ -74,18 +74,18 @@ class _Server(uvicorn.Server):
         feed: Feed | None,
         mesh: MeshClient,
         patience: float,
-        runs: Runs | None = None,
+        work: StoreWork | None = None,
     ) -> None:
         """``patience``: seconds that requests may still run once this ends.
 
-        ``runs`` of stored answers that take longer are left to another router, or to the next start.
+        ``work``: its answers that take longer are left to another router, or to the next start.
         """
         super().__init__(config)
         self._tally = tally
         self._feed = feed
         self._mesh = mesh
         self._patience = patience
-        self._runs = runs
+        self._work = work
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -97,20 +97,20 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._feed is not None:  # nobody waits for those who only look
             self._feed.close()
-        if self._runs is not None:
-            self._runs.drain()
+        if self._work is not None:
+            await self._work.drain()
         late = asyncio.get_running_loop().call_later(self._patience, self._give_up)
         try:
             await super().shutdown(sockets)
-            if self._runs is not None:  # also those that no connection waits for
-                await self._runs.drained()
+            if self._work is not None:  # also answers that no connection waits for
+                await self._work.drained()
         finally:
             late.cancel()
 
     def _give_up(self) -> None:
         """End requests with an error: a connection that just breaks would give no reason."""
-        if self._runs is not None:
-            self._runs.close()
+        if self._work is not None:
+            self._work.give_up()
         given_up = self._mesh.give_up_all("the server ends, and the answer with it")
         if given_up:
             logger.warning(
@@ -179,7 +179,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
     store = _store(config)
-    app, runs = _app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys, store)
+    app, work = _app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys, store)
     settings = _settings(app, http)
     try:
         settings.load()
@@ -187,13 +187,13 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         logger.error("%s", tls_problem(http) or f"the endpoint cannot speak TLS: {error}")
         return process.EXIT_FAILED
     feed = dashboard.feed if dashboard else None
-    server = _Server(settings, tally, feed, mesh, http.shutdown_timeout, runs)
+    server = _Server(settings, tally, feed, mesh, http.shutdown_timeout, work)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
     if counts is not None:
         beside.append(asyncio.create_task(counts.keep(metrics.snapshot)))
-    if runs is not None:
-        beside.append(asyncio.create_task(runs.keep()))
+    if work is not None:
+        beside.append(asyncio.create_task(work.keep()))
     try:
         await _listen(listeners, http, mesh, following)
         gc.freeze()  # what is there by now stays: collections need not look through it
@@ -202,8 +202,8 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-    if runs is not None:
-        runs.close()
+    if work is not None:
+        work.give_up()
     if store is not None:
         store.database.close()
     if tracing is not None:
@@ -309,8 +309,8 @@ def _app(
     listeners: list[socket.socket],
     keys: MeshKeys | None,
     store: AnswerStore | None,
-) -> tuple[ASGIApp, Runs | None]:
-    """Application of the endpoint with the admin API, and its stored answers' runs."""
+) -> tuple[ASGIApp, StoreWork | None]:
+    """Application of the endpoint with the admin API, and its work on what is stored."""
 
     endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view, store)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
@@ -334,8 +334,8 @@ def _app(
         keys_of_clients = config.http.api_key
         adapters = KeyCheck(admin, keys_of_clients, Refusals()) if keys_of_clients else admin
     gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key, adapters=adapters)
-    runs: Runs | None = endpoint.state.runs
-    return (RootPath(gate, prefix) if prefix else gate), runs
+    work: StoreWork | None = endpoint.state.work
+    return (RootPath(gate, prefix) if prefix else gate), work
 
 
 def _store(config: RouterConfig) -> AnswerStore | None:

@@ -12,7 +12,7 @@ from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.config import SchedulerConfig
 from engine.core.cache_sharing import CacheSharing
 from engine.core.pausing import Pausing
-from engine.messages import Prefetch, RequestRefused, Submit, logprobs_bytes
+from engine.messages import BATCH_PRIORITY, Prefetch, RequestRefused, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
 from engine.pooling_params import PoolingParams
 from engine.sampling import BadParameter
@@ -234,7 +234,7 @@ class Admission:
         self._arrivals += 1
         if submit.background:
             submit = msgspec.structs.replace(submit, priority=BACKGROUND_PRIORITY)
-        elif self._limits.scheduling_policy == "fcfs":
+        elif self._limits.scheduling_policy == "fcfs" and submit.priority != BATCH_PRIORITY:
             submit = msgspec.structs.replace(submit, priority=0)
         request = from_submit(
             submit,

@@ -4,7 +4,7 @@ Iteration-level scheduling (Orca) with chunked prefill (Sarathi-Serve) over a pa
 takes every running request's next token first, then chunks of prompts, within a budget of tokens.
 When blocks run out, the request that would go last gives its blocks back and is computed again later. So it
 does where a waiting request of strictly higher priority lacks a slot or blocks.
-Order is arrival, or (priority, arrival).
+Order is arrival, or (priority, arrival). Lines of batches get no row while any other request runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import takewhile
 
-from engine.messages import Counters, FinishReason
+from engine.messages import BATCH_PRIORITY, Counters, FinishReason
 from engine.pieces.pool import PiecePool
 from engine.scheduling.ahead import SchedulingAhead, needs_tokens
 from engine.scheduling.drafting import Drafting
@@ -122,16 +122,21 @@ class Scheduler:
             self._boundaries.settle()
         if self._running and self._waiting.goes_before(self._running[-1]):
             self._make_way()
-        block_size = self._rules.block_size
         most_rows = self.budget.rows_per_step()
-        needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
+        at_work = self._running_without_held()
+        needs_more = [len(request.token_ids) - request.num_computed > 1 for request in at_work]
         rows = self.budget.no_rows(somebody_decodes=not all(needs_more))
         lacking = LAST_OF_ALL  # priority of the first running request that lacks blocks: it gets them first
         admits: list[Admit] = []
         drafts = self._drafting.drafts(most_rows)
-        for request in self.queues.decodes_then_prefills() if any(needs_more) else self._running[:]:
-            if request.status is not Status.RUNNING:
-                continue  # preempted for a request before it
+        in_order = self.queues.decodes_then_prefills() if any(needs_more) else self._running[:]
+        if in_order and in_order[0].priority == BATCH_PRIORITY:
+            admits += self._admit_waiting(rows, most_rows, BATCH_PRIORITY)
+        holds_batches = self._holds_batches()
+        for request in in_order:
+            is_held = holds_batches and request.priority == BATCH_PRIORITY
+            if is_held or request.status is not Status.RUNNING:  # preempted for a request before it
+                continue
             uncomputed = len(request.token_ids) - request.num_computed
             if uncomputed > 1 and self._waiting.goes_before(request):
                 admits += self._admit_waiting(rows, most_rows, min(lacking, request.priority))
@@ -145,8 +150,8 @@ class Scheduler:
                 continue
             new_blocks: list[int] | None = []
             end = request.num_computed + count
-            lacks = has_boundaries and self._boundaries.lacks(request, end)
-            if lacks or end > len(request.blocks) * block_size:
+            is_short = end > len(request.blocks) * self._rules.block_size
+            if is_short or (has_boundaries and self._boundaries.lacks(request, end)):
                 new_blocks, victims = self._grow(request, end, rows)
                 if victims or new_blocks is None:
                     lacking = min(lacking, request.priority)
@@ -159,9 +164,8 @@ class Scheduler:
         self._drafting.ask(rows)
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
         self.totals.on_step(step.num_tokens)
-        requests = rows.requests
-        tables = [request.blocks for request in requests]
-        self._in_flight.append(UnderWay(step, requests, tables, rows.begins))
+        tables = [request.blocks for request in rows.requests]
+        self._in_flight.append(UnderWay(step, rows.requests, tables, rows.begins))
         if has_boundaries:
             self._boundaries.begun()
         return step
@@ -227,6 +231,19 @@ class Scheduler:
 
     # ---- helpers of schedule
 
+    def _running_without_held(self) -> list[Request]:
+        """Running requests, without lines of batches where another request runs, or is about to."""
+        running = self._running
+        if not running or running[-1].priority != BATCH_PRIORITY:
+            return running
+        if not (self._holds_batches() or self._waiting.goes_before(running[-1])):
+            return running
+        return [each for each in running if each.priority != BATCH_PRIORITY]
+
+    def _holds_batches(self) -> bool:
+        """Whether a request runs that lines of batches would slow down."""
+        return bool(self._running) and self._running[0].priority < BATCH_PRIORITY
+
     def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, and how many were preempted.
 
@@ -285,7 +302,7 @@ class Scheduler:
             if rows.budget <= 0 or len(rows) == most_rows:
                 break
             request = self._waiting[index]
-            if request.priority >= before:
+            if request.priority >= before or (request.priority == BATCH_PRIORITY and self._holds_batches()):
                 break
             lacks_share = rows.prompt_budget <= 0 and not request.num_output
             if lacks_share and not self._waiting.num_begun:

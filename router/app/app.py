@@ -30,6 +30,9 @@ from router.app.paths import not_there
 from router.app.published_keys import PublishedKeys
 from router.app.refusals import Refusals
 from router.app.server_endpoints import ServerEndpoints
+from router.app.store_work import StoreWork
+from router.batches.batch_runs import BatchRuns
+from router.batches.routes import batch_routes, batch_runs
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.http.quotas import Quotas
@@ -58,7 +61,7 @@ def make_app(
 
     ``metrics`` may tell of the instances, too; ``quotas`` may be shared with other routers; without a
     ``dashboard`` there is no page. ``view`` is the coordinator's newest one. Without a ``store`` no answer
-    outlives its connection; with one, ``state.runs`` is to be kept and closed by the caller.
+    outlives its connection; with one, ``state.work`` is to be kept and closed by the caller.
     """
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
@@ -79,10 +82,12 @@ def make_app(
     }
     stored: list[Route] = []
     runs: Runs | None = None
+    batches: BatchRuns | None = None
     if store is not None:
         window, ttl = config.resume_window, config.store_ttl
         runs = Runs(store, mesh, handlers, metrics, window=window, ttl=ttl)
-        stored = stored_routes(runs, config, handlers)
+        batches = batch_runs(store.database, mesh, config, metrics, handlers)
+        stored = stored_routes(runs, config, handlers) + batch_routes(batches, config)
     routes = stored + _routes(generating, replaying, endpoints, server)
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
@@ -96,8 +101,7 @@ def make_app(
     )
     app.state.refusals = refusals
     app.state.prefix = prefix
-    app.state.runs = runs
-    app.state.beside = lambda: [] if runs is None else [runs.keep()]
+    app.state.work = None if runs is None or batches is None else StoreWork(runs, batches)
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 

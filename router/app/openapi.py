@@ -13,6 +13,7 @@ from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequ
 from router.api.token_generation import Generated, GenerateRequest
 from router.app.fault_status import FaultStatus
 from router.app.server_info import IsScaling, ServerInfo, Sleeping
+from router.batches.objects import BatchObject, BatchRequest, DeletedObject, FileObject, ObjectPage
 from router.capsule import ReplayAnswer, ReplayRequest
 from router.errors import ErrorBody
 from router.metrics.loads import Loads, OlderLoad, ServerLoad
@@ -66,6 +67,15 @@ OPERATIONS = [
         "post", "/v1/responses/{id}/cancel", "End a response in the background", None, ResponseObject
     ),
     Operation("get", "/v1/streams/{id}", "The rest of a resumable stream"),
+    Operation("post", "/v1/files", "Upload the requests of a batch, as a form", None, FileObject),
+    Operation("get", "/v1/files", "Files, a page at a time", None, ObjectPage),
+    Operation("get", "/v1/files/{id}", "One of them", None, FileObject),
+    Operation("delete", "/v1/files/{id}", "Delete a file", None, DeletedObject),
+    Operation("get", "/v1/files/{id}/content", "What a file has"),
+    Operation("post", "/v1/batches", "Run the requests of a file", BatchRequest, BatchObject),
+    Operation("get", "/v1/batches", "Batches, a page at a time", None, ObjectPage),
+    Operation("get", "/v1/batches/{id}", "One of them", None, BatchObject),
+    Operation("post", "/v1/batches/{id}/cancel", "End a batch with what it has", None, BatchObject),
     Operation(
         "post", "/v1/messages", "The same in Anthropic's words",
         messages.MessagesRequest, messages.Message, True,

@@ -1,4 +1,4 @@
-"""SQLite file shared by the routers of a host, with a lock for each one alive.
+"""SQLite file that routers of a host share, with a lock for each living one.
 
 Each router has a locked file ``<store>.<owner>.lock`` beside it, which the kernel unlocks at its death. One
 thread of each router reads and writes. Triggers keep the total of stored bytes.

@@ -17,8 +17,8 @@ from router.http.body import decoder, read_body
 from router.http.large_bodies import run_sized
 from router.stored.conversations import Item, items_of, page_of
 from router.stored.database import StoreUnusable
-from router.stored.replayed_body import with_body
-from router.stored.runs import Handler, NewAnswer, Purpose, Run, RunRequest, Runs, tenant_of
+from router.stored.replayed_body import Handler, with_body
+from router.stored.runs import NewAnswer, Purpose, Run, RunRequest, Runs, tenant_of
 from router.stored.store import AnswerState, StoredAnswer, id_of, key_of
 from router.stored.streams import NO_SUCH_ANSWER, PREFIXES, Streams, begun, unusable
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from starlette.routing import Route
 
 from router.config import HttpConfig
+from router.stored.replayed_body import Handler
 from router.stored.responses import StoredResponses
-from router.stored.runs import Handler, Runs
+from router.stored.runs import Runs
 from router.stored.streams import Streams
 
 PATHS = {

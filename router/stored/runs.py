@@ -29,11 +29,10 @@ from router.metrics.request_histograms import CountedRequests
 from router.stored.database import StoreUnusable
 from router.stored.event_log import EventLog
 from router.stored.journal import Journal, JournalMesh
+from router.stored.replayed_body import Handler, inner_request
 from router.stored.store import AnswerState, AnswerStore, StoredAnswer, id_of, key_of, unpacked
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 SWEEP_SECONDS = 0.5
 """Interval at which dead routers, cancelled answers and readers that stay away are looked for."""
@@ -120,11 +119,15 @@ class Run:
     @classmethod
     def ended(cls, row: StoredAnswer, events: list[bytes]) -> Run:
         """An answer that has ended, as a run with all its events."""
-        run = cls(
-            id_of(row.id), row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False
-        )
+        run = cls.elsewhere(row)
         run.log.replace(events)
         return run
+
+    @classmethod
+    def elsewhere(cls, row: StoredAnswer) -> Run:
+        """An answer that another router has begun."""
+        request = msgspec.msgpack.decode(row.request, type=RunRequest)
+        return cls(id_of(row.id), row.tenant, request, owned=False)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[None]:
@@ -224,9 +227,7 @@ class Runs:
         return self._runs.get(key) or self._adopt(row)
 
     def _adopt(self, row: StoredAnswer) -> Run:
-        run = Run(
-            id_of(row.id), row.tenant, msgspec.msgpack.decode(row.request, type=RunRequest), owned=False
-        )
+        run = Run.elsewhere(row)
         self._start(run, self._followed(run))
         return run
 
@@ -282,26 +283,8 @@ class Runs:
         mesh, counts = JournalMesh(self._mesh, journal), run.counts
         # one that another router has begun was let in there
         terms = StoredTerms(again.created, again.seed, mesh, is_limited=counts is None, counts=counts)
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", again.request_id.encode())]
-        scope: Scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/",
-            "query_string": b"",
-            "headers": [*headers, *again.headers],
-            "state": {"key": again.key, "request_id": again.request_id, "stored": terms},
-        }
-        sent = False
-
-        async def receive() -> Message:
-            nonlocal sent
-            if sent:
-                await asyncio.get_running_loop().create_future()  # nobody hangs up
-            sent = True
-            return {"type": "http.request", "body": again.body, "more_body": False}
-
-        return await self._handlers[again.kind](Request(scope, receive)), scope
+        request = inner_request(again.body, again.request_id, again.key, terms, again.headers)
+        return await self._handlers[again.kind](request), request.scope
 
     async def _made(self, run: Run, response: Response, scope: Scope, *, retries: bool = False) -> None:
         """Generate an answer to its end.

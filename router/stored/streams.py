@@ -12,8 +12,8 @@ from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
 from router.stored.database import StoreFull, StoreUnusable
 from router.stored.log_response import LogResponse
-from router.stored.replayed_body import with_body
-from router.stored.runs import Handler, NewAnswer, Purpose, Run, Runs, tenant_of
+from router.stored.replayed_body import Handler, with_body
+from router.stored.runs import NewAnswer, Purpose, Run, Runs, tenant_of
 from router.stored.store import AnswerExists, AnswerState, key_of, unpacked
 
 RESUMABLE = "x-lockstep-resumable"

@@ -21,6 +21,7 @@ import uvloop
 
 from router.app.app import make_app
 from router.app.middleware import RootPath
+from router.app.store_work import StoreWork
 from router.config import HttpConfig
 from router.http.connection import PatientProtocol
 from router.mesh import ServedModel
@@ -100,13 +101,15 @@ def serving(mesh: FakeMesh, config: HttpConfig, store: AnswerStore | None = None
     uvicorn_server = uvicorn.Server(settings)
 
     async def serve() -> None:
-        beside = [asyncio.create_task(each) for each in app.state.beside()]
+        work: StoreWork | None = app.state.work
+        beside = [] if work is None else [asyncio.create_task(work.keep())]
         await uvicorn_server.serve(sockets=[listener])
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-        if app.state.runs is not None:
-            app.state.runs.close()
+        if work is not None:
+            await work.drain()
+            work.give_up()
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

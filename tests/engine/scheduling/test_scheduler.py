@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.speculation import SpeculativeConfig
-from engine.messages import FinishReason, Submit
+from engine.messages import BATCH_PRIORITY, FinishReason, Submit
 from engine.pieces.pool import PiecePool
 from engine.sampling import SamplingParams
 from engine.scheduling.request import Request, Status, from_submit, stream_seed
@@ -846,3 +846,22 @@ def test_any_load_gives_what_each_request_gives_alone(
 def test_bad_sizes(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least one block"):
         Bench(**bad)
+
+
+def test_lines_of_batches_run_while_no_other_request_does() -> None:
+    bench = Bench(max_seqs=4)
+    lines = [bench.add(tokens(seed, 6), max_tokens=8, priority=BATCH_PRIORITY) for seed in range(3)]
+    bench.step()
+    bench.step()
+    before = {number: len(bench.outputs[number]) for number in lines}
+    assert all(before.values())
+    urgent = bench.add(tokens(9, 6), max_tokens=4)
+    waiting = bench.add(tokens(10, 6), max_tokens=3, priority=BATCH_PRIORITY)
+    while bench.requests[urgent].status is not Status.FINISHED:
+        bench.step()
+        assert {number: len(bench.outputs[number]) for number in lines} == before
+        assert bench.requests[waiting].status is Status.WAITING
+    assert bench.scheduler.counters().preemptions == 0, "they keep what is computed"
+    bench.finish()
+    for seed, number in enumerate(lines):
+        assert bench.outputs[number] == expected_output(tokens(seed, 6), 8)

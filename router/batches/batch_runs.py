@@ -1,0 +1,293 @@
+"""Batches that this router runs: their lines are checked, answered, and gathered into files.
+
+A run is begun by a sweep over the batches that this router owns, and ends with the router. The next owner of
+the batch goes on with the lines that have no answer yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from router.batches.batch_store import BatchStore, OwnedBatch
+from router.batches.file_store import FileWriter, StoredFiles
+from router.batches.line_runner import LineRunner
+from router.batches.lines import LineProblem, read_line, unanswered
+from router.batches.objects import MOST_ERRORS, BatchObject, BatchState, WrongLine, WrongLines
+from router.mesh import Mesh
+from router.metrics.store_counts import StoreCounts
+from router.stored.database import StoreFull, StoreUnusable
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 0.5
+"""Interval at which new batches, dead routers and cancellations are looked for."""
+FULL_SECONDS = 5.0
+"""Pause of a line whose answer the store has no room for."""
+EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
+CANCELLED = ("batch_cancelled", "This request was not executed before the batch was cancelled.")
+
+
+class BatchLimits(msgspec.Struct, frozen=True):
+    """Bounds of batches, from the flags."""
+
+    lines: int
+    """Lines of a batch."""
+    line_bytes: int
+    lines_per_instance: int
+    """Lines in flight for each instance."""
+    ttl: float
+    """Seconds that a batch and its files are kept after its end."""
+
+
+class LineWindow:
+    """Lines in flight of all batches: at most as many as the instances can use."""
+
+    def __init__(self, mesh: Mesh, per_instance: int) -> None:
+        self._mesh = mesh
+        self._per_instance = per_instance
+        self._count = 0
+        self._left = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<LineWindow {self._count} of {self.most}>"
+
+    @property
+    def most(self) -> int:
+        return self._per_instance * max(1, self._mesh.instances_by_state().get("ready", 1))
+
+    async def enter(self) -> None:
+        """Wait until there is room for another line."""
+        while self._count >= self.most:
+            self._left.clear()
+            await self._left.wait()
+        self._count += 1
+
+    def leave(self) -> None:
+        self._count -= 1
+        self._left.set()
+
+
+class BatchRuns:
+    """All batches that this router runs."""
+
+    def __init__(
+        self, files: StoredFiles, batches: BatchStore, runner: LineRunner, mesh: Mesh, limits: BatchLimits
+    ) -> None:
+        self.files = files
+        self.batches = batches
+        self.limits = limits
+        self._runner = runner
+        self._mesh = mesh
+        self._window = LineWindow(mesh, limits.lines_per_instance)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._answering: dict[str, asyncio.Task[None]] = {}
+        """Tasks that answer lines, by batch."""
+
+    def __repr__(self) -> str:
+        return f"<BatchRuns {list(self._running)}>"
+
+    async def keep(self, counts: StoreCounts) -> None:
+        """Run what this router owns, and take over batches of dead routers, until cancelled."""
+        while True:
+            try:
+                await self._sweep(counts)
+            except StoreUnusable as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(10 * SWEEP_SECONDS)
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    async def _sweep(self, counts: StoreCounts) -> None:
+        if self._mesh.model is None or not self._mesh.healthy:
+            return
+        for id in await self.batches.orphans():
+            if await self.batches.claim(id):
+                logger.info("goes on with batch %s, whose router is gone", id)
+                counts.events["batch_taken_over"] += 1
+        for owned in await self.batches.owned():
+            id = owned.object.id
+            if id not in self._running:
+                self._running[id] = asyncio.create_task(self._run(owned))
+            elif owned.object.status is BatchState.CANCELLING and id in self._answering:
+                self._answering[id].cancel()
+
+    async def close(self) -> None:
+        """End all runs, but leave their batches in the store to the next owner."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- one batch
+
+    async def _run(self, owned: OwnedBatch) -> None:
+        id = owned.object.id
+        try:
+            await self._carried_out(owned)
+        except StoreUnusable as error:
+            logger.error("batch %s waits: %s", id, error)  # the next sweep begins it again
+            await asyncio.sleep(FULL_SECONDS)
+        except Exception:
+            logger.exception("batch %s failed", id)
+            await self._fail(id, [WrongLine("server_error", "Internal server error.")])
+        finally:
+            self._running.pop(id, None)
+
+    async def _carried_out(self, owned: OwnedBatch) -> None:
+        batch: BatchObject | None = owned.object
+        assert batch is not None
+        if batch.status is BatchState.VALIDATING:
+            total, wrong = await self._checked(batch)
+            if wrong:
+                await self._fail(batch.id, wrong)
+                return
+
+            def begin(each: BatchObject) -> None:
+                each.request_counts.total = total
+                if each.status is BatchState.VALIDATING:
+                    each.status, each.in_progress_at = BatchState.IN_PROGRESS, int(time.time())
+
+            if (batch := await self.batches.change(batch.id, begin)) is None:
+                return
+        reason: tuple[str, str] | None = None
+        if batch.status is BatchState.IN_PROGRESS and await self._answer_lines(batch):
+            reason = EXPIRED
+
+        def finalize(each: BatchObject) -> None:
+            if each.status is BatchState.IN_PROGRESS:
+                each.status, each.finalizing_at = BatchState.FINALIZING, int(time.time())
+
+        if (batch := await self.batches.change(batch.id, finalize)) is None:
+            return
+        if batch.status is BatchState.CANCELLING:
+            reason = CANCELLED
+        elif batch.status is BatchState.FINALIZING and batch.expires_at <= time.time():
+            reason = EXPIRED  # also where an earlier owner has found that out
+        await self._gather(owned.tenant, batch, reason)
+
+    async def _checked(self, batch: BatchObject) -> tuple[int, list[WrongLine]]:
+        """Number of lines of a batch, and what is wrong with them."""
+        wrong: list[WrongLine] = []
+        seen: set[str] = set()
+        total = 0
+        async for text in self.files.lines(batch.input_file_id, self.limits.line_bytes):
+            total += 1
+            if total > self.limits.lines:
+                return total, [WrongLine("too_many_lines", f"A batch may have {self.limits.lines} lines.")]
+            try:
+                if len(text) > self.limits.line_bytes:
+                    message = f"A line may have {self.limits.line_bytes} bytes."
+                    raise LineProblem("line_too_long", message)
+                id = read_line(text, batch.endpoint).custom_id
+                if id in seen:
+                    message = f"The custom_id {id[:80]!r} stands in an earlier line."
+                    raise LineProblem("duplicate_custom_id", message, "custom_id")
+                seen.add(id)
+            except LineProblem as problem:
+                if len(wrong) < MOST_ERRORS:
+                    wrong.append(WrongLine(problem.code, str(problem), total, problem.param))
+        return total, wrong if total else [WrongLine("empty_file", "The file has no lines.")]
+
+    async def _answer_lines(self, batch: BatchObject) -> bool:
+        """Answer all lines that have no answer; whether time was over, or the batch cancelled."""
+        task = self._answering[batch.id] = asyncio.create_task(self._answer_all(batch))
+        try:
+            done, _ = await asyncio.wait((task,), timeout=max(0.0, batch.expires_at - time.time()))
+            if not done or task.cancelled():
+                return True
+            task.result()
+            return False
+        finally:
+            del self._answering[batch.id]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _answer_all(self, batch: BatchObject) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for number, text in self._unanswered(batch):
+                    await self._window.enter()
+                    group.create_task(self._answer(batch, number, text))
+        except* StoreUnusable as errors:
+            raise StoreUnusable(str(errors.exceptions[0])) from errors
+
+    async def _answer(self, batch: BatchObject, number: int, text: bytes) -> None:
+        try:
+            line = read_line(text, batch.endpoint)
+            answer = await self._runner.answer(batch.id, batch.created_at, number, line)
+            while True:
+                try:
+                    await self.batches.answer(batch.id, number, answer)
+                    return
+                except StoreFull as error:
+                    logger.warning("batch %s waits: %s", batch.id, error)
+                    await asyncio.sleep(FULL_SECONDS)
+        finally:
+            self._window.leave()
+
+    async def _unanswered(self, batch: BatchObject) -> AsyncIterator[tuple[int, bytes]]:
+        """Lines without an answer, with their numbers."""
+        answered, number = await self.batches.answered(batch.id), 0
+        async for text in self.files.lines(batch.input_file_id, self.limits.line_bytes):
+            if number not in answered:
+                yield number, text
+            number += 1
+
+    # ---- its end
+
+    async def _gather(self, tenant: str, batch: BatchObject, reason: tuple[str, str] | None) -> None:
+        """Write the answers to files, and end the batch; ``reason``: why some lines have none."""
+        now = time.time()
+        outputs = await self._written(tenant, batch, "output", self.batches.answers(batch.id, errors=False))
+        errors = await self._written(tenant, batch, "error", self._errors(batch, reason))
+
+        def end(each: BatchObject) -> None:
+            each.output_file_id, each.error_file_id = outputs, errors
+            if each.status is BatchState.CANCELLING:
+                each.status, each.cancelled_at = BatchState.CANCELLED, int(now)
+            elif reason is EXPIRED:
+                each.status, each.expired_at = BatchState.EXPIRED, int(now)
+            else:
+                each.status, each.completed_at = BatchState.COMPLETED, int(now)
+
+        ended = await self.batches.change(batch.id, end, ended=now + self.limits.ttl)
+        if ended is not None:
+            logger.info("batch %s is %s: %s", batch.id, ended.status, ended.request_counts)
+
+    async def _errors(self, batch: BatchObject, reason: tuple[str, str] | None) -> AsyncIterator[bytes]:
+        async for text in self.batches.answers(batch.id, errors=True):
+            yield text
+        if reason is None:
+            return
+        async for number, text in self._unanswered(batch):
+            try:
+                custom_id = read_line(text).custom_id
+            except LineProblem:  # it was cancelled before its lines were checked
+                continue
+            yield unanswered(batch.id, number, custom_id, *reason).text
+
+    async def _written(
+        self, tenant: str, batch: BatchObject, name: str, lines: AsyncIterator[bytes]
+    ) -> str | None:
+        """Id of a new file with these lines; None if there are none."""
+        writer, id = None, None
+        async for line in lines:
+            if writer is None:
+                id = await self.files.begin(tenant, f"{batch.id}_{name}.jsonl", "batch_output")
+                writer = FileWriter(self.files, id, is_bounded=False)  # its lines had room
+            await writer.write(line + b"\n")
+        if writer is not None:
+            await writer.end(time.time() + self.limits.ttl)
+        return id
+
+    async def _fail(self, id: str, wrong: list[WrongLine]) -> None:
+        def fail(batch: BatchObject) -> None:
+            batch.status, batch.failed_at = BatchState.FAILED, int(time.time())
+            batch.errors = WrongLines(wrong)
+
+        change: Callable[[BatchObject], None] = fail
+        await self.batches.change(id, change, ended=time.time() + self.limits.ttl)

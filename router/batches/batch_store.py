@@ -1,0 +1,197 @@
+"""Batches and the answers of their lines, in the routers' common store.
+
+One router owns a batch and answers its lines; another one takes it over once that is dead. A line has one
+answer, the first that was stored.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from router.batches.lines import LineAnswer
+from router.batches.objects import BatchObject, BatchState, RequestCounts
+from router.stored.database import ENDED, StoreDatabase
+
+MOST_UNENDED = 100
+"""Batches of a tenant that have not ended; more are refused with 429."""
+NEVER = 2.0**53
+"""Time of expiry of what runs."""
+READ_AT_ONCE = 500
+"""Lines that are read in one transaction."""
+ALIVE = ", ".join(f"'{each}'" for each in BatchState if not each.has_ended)
+"""States of batches that have not ended, in SQL."""
+
+_decode = msgspec.json.Decoder(BatchObject).decode
+
+
+class TooManyBatches(Exception):
+    """A tenant has :data:`MOST_UNENDED` batches that have not ended."""
+
+
+class OwnedBatch(msgspec.Struct, frozen=True):
+    """A batch that this router runs."""
+
+    tenant: str
+    object: BatchObject
+
+
+class BatchStore:
+    """Batches of all tenants. All methods may raise :class:`.StoreUnusable`."""
+
+    def __init__(self, database: StoreDatabase) -> None:
+        self._database = database
+
+    def __repr__(self) -> str:
+        return f"<BatchStore in {self._database!r}>"
+
+    async def begin(self, tenant: str, batch: BatchObject) -> None:
+        """Store a new batch, which this router owns.
+
+        Raises:
+            StoreFull: there is no room.
+            TooManyBatches: others of the tenant have to end first.
+        """
+        body = msgspec.json.encode(batch)
+
+        def begin(connection: sqlite3.Connection) -> None:
+            self._database.check_room(connection, len(body))
+            query = f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND state NOT IN ({ENDED})"
+            if connection.execute(query, (tenant,)).fetchone()[0] >= MOST_UNENDED:
+                raise TooManyBatches
+            row = (batch.id, tenant, time.time(), NEVER, batch.status, self._database.owner)
+            connection.execute(
+                "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*row, batch.input_file_id, body, len(body)),
+            )
+
+        await self._database.run(begin)
+
+    async def get(self, id: str, tenant: str) -> BatchObject | None:
+        """A tenant's batch, with its counts as they are now."""
+
+        def get(connection: sqlite3.Connection) -> BatchObject | None:
+            query = "SELECT body FROM batches WHERE id = ? AND tenant = ?"
+            row = connection.execute(query, (id, tenant)).fetchone()
+            return None if row is None else _counted(connection, _decode(row[0]))
+
+        return await self._database.run(get)
+
+    async def all(self, tenant: str) -> list[BatchObject]:
+        """A tenant's batches, newest first."""
+
+        def all(connection: sqlite3.Connection) -> list[BatchObject]:
+            query = "SELECT body FROM batches WHERE tenant = ? ORDER BY created DESC, id"
+            return [_counted(connection, _decode(body)) for (body,) in connection.execute(query, (tenant,))]
+
+        return await self._database.run(all)
+
+    async def change(
+        self, id: str, change: Callable[[BatchObject], None], *, ended: float | None = None
+    ) -> BatchObject | None:
+        """Change a batch that has not ended; returns it as it is now.
+
+        ``ended``: when it is deleted; its lines' answers then are. None if there is no such batch.
+        """
+
+        def write(connection: sqlite3.Connection) -> BatchObject | None:
+            query = f"SELECT body FROM batches WHERE id = ? AND state IN ({ALIVE})"
+            row = connection.execute(query, (id,)).fetchone()
+            if row is None:
+                return None
+            batch = _decode(row[0])
+            change(batch)
+            if ended is not None:
+                batch = _counted(connection, batch)
+                connection.execute("DELETE FROM batch_lines WHERE batch = ?", (id,))
+            body = msgspec.json.encode(batch)
+            expires = NEVER if ended is None else ended
+            connection.execute(
+                "UPDATE batches SET state = ?, expires = ?, body = ?, bytes = ? WHERE id = ?",
+                (batch.status, expires, body, len(body), id),
+            )
+            return batch
+
+        return await self._database.run(write)
+
+    # ---- lines
+
+    async def answer(self, id: str, number: int, answer: LineAnswer) -> None:
+        """Store the answer of a line, unless it has one.
+
+        Raises:
+            StoreFull: there is no room.
+        """
+
+        def write(connection: sqlite3.Connection) -> None:
+            self._database.check_room(connection, len(answer.text))
+            connection.execute(
+                "INSERT OR IGNORE INTO batch_lines VALUES (?, ?, ?, ?, ?)",
+                (id, number, answer.is_error, answer.text, len(answer.text)),
+            )
+
+        await self._database.run(write)
+
+    async def answered(self, id: str) -> set[int]:
+        """Numbers of the lines that have an answer."""
+        return await self._database.run(
+            lambda connection: {
+                row[0] for row in connection.execute("SELECT number FROM batch_lines WHERE batch = ?", (id,))
+            }
+        )
+
+    async def answers(self, id: str, *, errors: bool) -> AsyncIterator[bytes]:
+        """Answers of a batch in the order of its lines: ``errors``, or the others."""
+        after = -1
+        while True:
+            rows = await self._database.run(
+                lambda connection, after=after: connection.execute(  # type: ignore[misc]
+                    "SELECT number, answer FROM batch_lines WHERE batch = ? AND number > ? AND is_error = ?"
+                    " ORDER BY number LIMIT ?",
+                    (id, after, errors, READ_AT_ONCE),
+                ).fetchall()
+            )
+            if not rows:
+                return
+            for _, text in rows:
+                yield text
+            after = rows[-1][0]
+
+    # ---- ownership
+
+    async def claim(self, id: str) -> bool:
+        """Own a batch whose owner is dead; whether it is owned now."""
+        return await self._database.run(
+            lambda connection: self._database.claim(connection, "batches", id, ALIVE)
+        )
+
+    async def owned(self) -> list[OwnedBatch]:
+        """Batches of this router that have not ended."""
+        query = f"SELECT tenant, body FROM batches WHERE state IN ({ALIVE}) AND owner = ? ORDER BY created"
+        rows = await self._database.run(
+            lambda connection: connection.execute(query, (self._database.owner,)).fetchall()
+        )
+        return [OwnedBatch(tenant, _decode(body)) for tenant, body in rows]
+
+    async def orphans(self) -> list[str]:
+        """Ids of batches that have not ended, whose owners are dead."""
+
+        def orphans(connection: sqlite3.Connection) -> list[str]:
+            query = f"SELECT id, owner FROM batches WHERE state IN ({ALIVE}) AND owner != ?"
+            rows = connection.execute(query, (self._database.owner,)).fetchall()
+            dead = {owner for owner in {owner for _, owner in rows} if not self._database.lives(owner)}
+            return [id for id, owner in rows if owner in dead]
+
+        return await self._database.run(orphans)
+
+
+def _counted(connection: sqlite3.Connection, batch: BatchObject) -> BatchObject:
+    """The batch with the counts of its lines."""
+    if not batch.status.has_ended or not batch.request_counts.completed + batch.request_counts.failed:
+        query = "SELECT COUNT(*), COALESCE(SUM(is_error), 0) FROM batch_lines WHERE batch = ?"
+        answered, failed = connection.execute(query, (batch.id,)).fetchone()
+        batch.request_counts = RequestCounts(batch.request_counts.total, answered - failed, failed)
+    return batch

@@ -1,0 +1,217 @@
+"""Endpoints of files and batches, as OpenAI has them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from router.api.answers import encode, json_response
+from router.batches.batch_runs import BatchRuns
+from router.batches.batch_store import TooManyBatches
+from router.batches.file_store import FileInUse, FileWriter
+from router.batches.lines import KINDS
+from router.batches.objects import (
+    BatchObject,
+    BatchRequest,
+    BatchState,
+    DeletedObject,
+    FileObject,
+    ObjectPage,
+    seconds_of,
+)
+from router.batches.uploads import PURPOSE, Upload, Uploads
+from router.config import HttpConfig
+from router.errors import ApiError, refuse
+from router.http.body import decoder, read_body
+from router.stored.database import StoreFull, StoreUnusable
+from router.stored.replayed_body import Handler
+from router.stored.runs import tenant_of
+from router.stored.streams import unusable
+
+MOST_METADATA, MOST_KEY, MOST_VALUE = 16, 64, 512
+"""Pairs of a batch's metadata, and characters of their halves."""
+MOST_SHOWN = {"files": 10_000, "batches": 100}
+
+_read_request = decoder(BatchRequest)
+
+
+def where_it_works(handler: Handler) -> Handler:
+    """The handler, which answers 503 where the store fails and 507 where it is full."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except StoreUnusable as error:
+            raise unusable() from error
+        except StoreFull as error:
+            raise ApiError(507, "The store is full (--store-max-bytes): delete files of yours.") from error
+
+    return handle
+
+
+class FileEndpoints:
+    """Handlers of /v1/files."""
+
+    def __init__(self, runs: BatchRuns, config: HttpConfig) -> None:
+        self._files = runs.files
+        self._ttl = config.store_ttl
+        self._uploads = Uploads(config)
+
+    def __repr__(self) -> str:
+        return f"<FileEndpoints of {self._files!r}>"
+
+    async def upload(self, request: Request) -> Response:
+        """``POST /v1/files``."""
+        async with self._uploads.turns:
+            upload = await self._uploads.receive(request)
+            try:
+                return json_response(encode(await self._kept(upload, tenant_of(request))))
+            finally:
+                await upload.close()
+
+    async def _kept(self, upload: Upload, tenant: str) -> FileObject:
+        id = await self._files.begin(tenant, upload.name, PURPOSE)
+        try:
+            writer = FileWriter(self._files, id)
+            while data := await upload.read():
+                await writer.write(data)
+            await writer.end(time.time() + min(upload.lifetime or self._ttl, self._ttl))
+        except BaseException:
+            await self._files.delete(id)
+            raise
+        found = await self._files.get(id, tenant)
+        assert found is not None
+        return found
+
+    async def list(self, request: Request) -> Response:
+        """``GET /v1/files``."""
+        found = await self._files.all(tenant_of(request), request.query_params.get("purpose"))
+        if (order := request.query_params.get("order", "desc")) not in ("asc", "desc"):
+            refuse("order must be asc or desc.", "order")
+        return json_response(encode(_page(request, found if order == "asc" else found[::-1], "files")))
+
+    async def get(self, request: Request) -> Response:
+        """``GET /v1/files/{id}``."""
+        return json_response(encode(await self._found(request)))
+
+    async def content(self, request: Request) -> Response:
+        """``GET /v1/files/{id}/content``."""
+        file = await self._found(request)
+        headers = {"content-length": str(file.bytes)}
+        return StreamingResponse(
+            self._files.parts(file.id), headers=headers, media_type="application/octet-stream"
+        )
+
+    async def delete(self, request: Request) -> Response:
+        """``DELETE /v1/files/{id}``."""
+        file = await self._found(request)
+        try:
+            await self._files.delete(file.id)
+        except FileInUse as error:
+            raise ApiError(409, str(error), headers={"x-should-retry": "false"}) from error
+        return json_response(encode(DeletedObject(file.id, "file")))
+
+    async def _found(self, request: Request) -> FileObject:
+        found = await self._files.get(request.path_params["id"], tenant_of(request))
+        if found is None:
+            raise ApiError(404, "There is no file of this id: it has expired, was deleted, or never was.")
+        return found
+
+
+class BatchEndpoints:
+    """Handlers of /v1/batches."""
+
+    def __init__(self, runs: BatchRuns, config: HttpConfig) -> None:
+        self._runs = runs
+        self._batches = runs.batches
+        self._config = config
+
+    def __repr__(self) -> str:
+        return f"<BatchEndpoints of {self._runs!r}>"
+
+    async def create(self, request: Request) -> Response:
+        """``POST /v1/batches``."""
+        asked = _read_request(await read_body(request, self._config))
+        tenant, now = tenant_of(request), int(time.time())
+        if asked.endpoint not in KINDS:
+            refuse(f"endpoint must be one of {', '.join(KINDS)}.", "endpoint")
+        if asked.output_expires_after is not None:
+            refuse("output_expires_after is not supported (--store-ttl).", "output_expires_after")
+        _check_metadata(asked.metadata)
+        window = seconds_of(asked.completion_window)
+        file = await self._runs.files.get(asked.input_file_id, tenant)
+        if file is None or file.purpose != PURPOSE:
+            refuse("input_file_id must be the id of a file that was uploaded for batches.", "input_file_id")
+        batch = BatchObject(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            created_at=now,
+            expires_at=now + window,
+            metadata=asked.metadata,
+        )
+        try:
+            await self._batches.begin(tenant, batch)
+        except TooManyBatches as error:
+            text = "Too many of your batches have not ended: wait for one, or cancel it."
+            raise ApiError(429, text, headers={"retry-after": "60"}) from error
+        return json_response(encode(batch))
+
+    async def list(self, request: Request) -> Response:
+        """``GET /v1/batches``."""
+        found = await self._batches.all(tenant_of(request))
+        return json_response(encode(_page(request, found, "batches")))
+
+    async def get(self, request: Request) -> Response:
+        """``GET /v1/batches/{id}``."""
+        return json_response(encode(await self._found(request)))
+
+    async def cancel(self, request: Request) -> Response:
+        """``POST /v1/batches/{id}/cancel``; again, it changes nothing."""
+        batch = await self._found(request)
+
+        def cancel(each: BatchObject) -> None:
+            if each.status in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
+                each.status, each.cancelling_at = BatchState.CANCELLING, int(time.time())
+
+        await self._batches.change(batch.id, cancel)
+        batch = await self._found(request)
+        if batch.status not in (BatchState.CANCELLING, BatchState.CANCELLED):
+            refuse(f"A batch that is {batch.status} cannot be cancelled.")
+        return json_response(encode(batch))
+
+    async def _found(self, request: Request) -> BatchObject:
+        found = await self._batches.get(request.path_params["id"], tenant_of(request))
+        if found is None:
+            raise ApiError(404, "There is no batch of this id: it has expired, or never was.")
+        return found
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> None:
+    given = metadata or {}
+    is_long = any(len(key) > MOST_KEY or len(value) > MOST_VALUE for key, value in given.items())
+    if is_long or len(given) > MOST_METADATA:
+        refuse(
+            f"metadata may have {MOST_METADATA} pairs, of {MOST_KEY} and {MOST_VALUE} characters.", "metadata"
+        )
+
+
+def _page(request: Request, found: Sequence[FileObject | BatchObject], kind: str) -> ObjectPage:
+    """The page of objects that a client asks for."""
+    query, most = request.query_params, MOST_SHOWN[kind]
+    limit = query.get("limit", str(min(most, 20) if kind == "batches" else most))
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= most):
+        refuse(f"limit must be a whole number from 1 to {most}.", "limit")
+    if (after := query.get("after")) is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            refuse(f"after must be the id of one of your {kind}.", "after")
+        found = found[ids.index(after) + 1 :]
+    shown = list(found[: int(limit)])
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return ObjectPage(shown, first, last, len(found) > len(shown))

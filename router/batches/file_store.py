@@ -1,0 +1,164 @@
+"""Files of the batch API, in parts, in the routers' common store."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from router.batches.objects import FileObject
+from router.stored.database import ENDED, StoreDatabase
+
+PART_BYTES = 1 << 18
+"""Size of the parts in which a file is kept."""
+UPLOAD_SECONDS = 3600.0
+"""Seconds after which a file that was never whole is deleted."""
+COLUMNS = "id, bytes, created, name, purpose, expires"
+
+
+class FileInUse(Exception):
+    """A batch that has not ended reads the file."""
+
+
+class StoredFiles:
+    """Files of all tenants. All methods may raise :class:`.StoreUnusable`."""
+
+    def __init__(self, database: StoreDatabase) -> None:
+        self._database = database
+
+    def __repr__(self) -> str:
+        return f"<StoredFiles in {self._database!r}>"
+
+    async def begin(self, tenant: str, name: str, purpose: str) -> str:
+        """A new file, empty and not to be seen yet; returns its id."""
+        id, now = f"file-{uuid.uuid4().hex}", time.time()
+        await self._database.run(
+            lambda connection: connection.execute(
+                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, 0, 0)",
+                (id, tenant, now, now + UPLOAD_SECONDS, name, purpose),
+            )
+        )
+        return id
+
+    async def append(self, id: str, number: int, part: bytes, *, is_bounded: bool = True) -> None:
+        """Add the next part of a file.
+
+        Raises:
+            StoreFull: there is no room, and the file ``is_bounded``.
+        """
+
+        def append(connection: sqlite3.Connection) -> None:
+            if is_bounded:
+                self._database.check_room(connection, len(part))
+            connection.execute("INSERT INTO file_parts VALUES (?, ?, ?)", (id, number, part))
+            connection.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(part), id))
+
+        await self._database.run(append)
+
+    async def end(self, id: str, expires: float) -> None:
+        """Make a file whole."""
+        await self._database.run(
+            lambda connection: connection.execute(
+                "UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id)
+            )
+        )
+
+    async def get(self, id: str, tenant: str) -> FileObject | None:
+        """A tenant's file, unless it has expired."""
+        found = await self._database.run(
+            lambda connection: connection.execute(
+                f"SELECT {COLUMNS} FROM files WHERE id = ? AND tenant = ? AND is_whole AND expires > ?",
+                (id, tenant, time.time()),
+            ).fetchone()
+        )
+        return None if found is None else _object_of(found)
+
+    async def all(self, tenant: str, purpose: str | None) -> list[FileObject]:
+        """A tenant's files, oldest first."""
+        rows = await self._database.run(
+            lambda connection: connection.execute(
+                f"SELECT {COLUMNS} FROM files WHERE tenant = ? AND is_whole AND expires > ?"
+                " AND (? IS NULL OR purpose = ?) ORDER BY created, id",
+                (tenant, time.time(), purpose, purpose),
+            ).fetchall()
+        )
+        return [_object_of(row) for row in rows]
+
+    async def delete(self, id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            FileInUse: a batch reads it.
+        """
+
+        def delete(connection: sqlite3.Connection) -> None:
+            query = f"SELECT id FROM batches WHERE input = ? AND state NOT IN ({ENDED})"
+            if (found := connection.execute(query, (id,)).fetchone()) is not None:
+                raise FileInUse(f"The batch {found[0]} reads this file: cancel it first.")
+            connection.execute("DELETE FROM file_parts WHERE file = ?", (id,))
+            connection.execute("DELETE FROM files WHERE id = ?", (id,))
+
+        await self._database.run(delete)
+
+    async def parts(self, id: str) -> AsyncIterator[bytes]:
+        """Content of a file, part by part."""
+        number = 0
+        while True:
+            found = await self._database.run(
+                lambda connection, number=number: connection.execute(  # type: ignore[misc]
+                    "SELECT data FROM file_parts WHERE file = ? AND number = ?", (id, number)
+                ).fetchone()
+            )
+            if found is None:
+                return
+            yield found[0]
+            number += 1
+
+    async def lines(self, id: str, most_bytes: int) -> AsyncIterator[bytes]:
+        """Lines of a file, blank ones left out; one over ``most_bytes`` comes cut."""
+        rest = b""
+        async for part in self.parts(id):
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    yield line[: most_bytes + 1]
+            rest = rest[: most_bytes + 1]
+        if rest.strip():
+            yield rest
+
+
+class FileWriter:
+    """Writer of a file whose size is not known before."""
+
+    def __init__(self, files: StoredFiles, id: str, *, is_bounded: bool = True) -> None:
+        self._files = files
+        self._id = id
+        self._is_bounded = is_bounded
+        self._number = 0
+        self._waiting = bytearray()
+
+    def __repr__(self) -> str:
+        return f"<FileWriter of {self._id}, {self._number} parts>"
+
+    async def write(self, data: bytes) -> None:
+        """Add to the file; raises as :meth:`StoredFiles.append`."""
+        self._waiting += data
+        while len(self._waiting) >= PART_BYTES:
+            await self._put(bytes(self._waiting[:PART_BYTES]))
+            del self._waiting[:PART_BYTES]
+
+    async def end(self, expires: float) -> None:
+        """Make the file whole."""
+        if self._waiting:
+            await self._put(bytes(self._waiting))
+        await self._files.end(self._id, expires)
+
+    async def _put(self, part: bytes) -> None:
+        await self._files.append(self._id, self._number, part, is_bounded=self._is_bounded)
+        self._number += 1
+
+
+def _object_of(row: tuple[str, int, float, str, str, float]) -> FileObject:
+    id, size, created, name, purpose, expires = row
+    return FileObject(id, size, int(created), name, purpose, int(expires))
