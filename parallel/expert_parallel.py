@@ -507,7 +507,7 @@ def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Ten
 
 
 def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor, tags: torch.Tensor | None = None) -> torch.Tensor:
-    """Hidden state, then expert ids (int32) and perhaps tags (int64) as numbers of the same type.
+    """Hidden state, expert ids (int32) and perhaps tags (int64), in one type.
 
     Packed so, they take one collective instead of two.
     """

@@ -174,9 +174,9 @@ class PackedSite:
 
 
 EXPERT_BITS = 16
-"""Bits of an expert's number in a choice; above them is the tag of the row's adapter (``linked.hpp``)."""
+"""Bits of an expert's number in a choice, below the tag of the row's adapter."""
 TAG_DIGITS = 11
-"""Hexadecimal digits of an adapter's digest that are its tag: a choice is a whole number above 0."""
+"""Hexadecimal digits of an adapter's digest that are its tag."""
 
 
 class TaggedAdapters:

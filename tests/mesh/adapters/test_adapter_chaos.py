@@ -22,7 +22,7 @@ from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
 from router.capsule import ADAPTER_DIGITS
 from tests.mesh.harness import Command, Ports, serve, wait_until
-from tests.mesh.running.test_adapters import NAMES, Adapted
+from tests.mesh.running.test_adapters import EVERYWHERE, EXPERTS, NAMES, Adapted
 from tests.nightly import NIGHTLY
 
 pytestmark = [
@@ -65,7 +65,7 @@ class Answer:
 class Chaos:
     """A mesh under load, the commands that change it, and all answers."""
 
-    def __init__(self, adapted: Adapted, directory: Path, seed: int) -> None:
+    def __init__(self, adapted: Adapted, directory: Path, seed: int, *flags: str) -> None:
         self.places = dict(adapted.places)
         self.digests = {name: settled(AdapterSource(name, str(self.places[name]))).digest for name in NAMES}
         self.truth = {
@@ -83,7 +83,7 @@ class Chaos:
         self.flags = [
             str(adapted.model), *self.ports.head(), "--dtype", "float32", "--num-gpu-blocks-override", "600",
             "--served-model-name", SHIPPED_MODEL, "--enable-lora", "--max-loras", "2", "-dp", "2",
-            "--max-lora-rank", "8", "--restart",
+            "--max-lora-rank", "8", "--restart", *flags,
         ]  # fmt: skip
 
     # ---- load
@@ -185,11 +185,22 @@ class Chaos:
         return None if ends else f"its fingerprint is {answer.fingerprint}"
 
 
-@pytest.mark.parametrize("seed", range(3) if NIGHTLY else range(1))
+SPREAD = ("granitemoe", EXPERTS, ("-ep",))
+LAYOUTS = [("llama", EVERYWHERE, ()), pytest.param(*SPREAD, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize(("family", "settings", "flags"), LAYOUTS, ids=["llama", "spread experts"])
+@pytest.mark.parametrize("seed", range(2) if NIGHTLY else range(1))
 def test_no_answer_is_of_another_adapter(
-    seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    seed: int,
+    family: str,
+    settings: dict[str, Any],
+    flags: tuple[str, ...],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    chaos = Chaos(Adapted(tmp_path_factory.mktemp("adapted")), tmp_path, seed)
+    adapted = Adapted(tmp_path_factory.mktemp("adapted"), family, **settings)
+    chaos = Chaos(adapted, tmp_path, seed, *flags)
     switch = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serve(tmp_path / "log", *chaos.flags, env=switch) as command:
         command.wait_for("2 instances ready")
