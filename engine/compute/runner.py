@@ -94,6 +94,8 @@ class ModelRunner:
 
         On a device all is launched when this returns. On a CPU most of it is computed by then.
         """
+        if self._program is not None:
+            self._program.ends.are_read = bool(step.proposes)
         result = self._go_on(step)
         if result is not None:
             return _done(self._with_proposals(step, result))
@@ -162,7 +164,7 @@ class ModelRunner:
 
     def _with_proposals(self, step: Step, result: StepResult) -> StepResult:
         """The result with what a model proposes behind the step's newest tokens, if one does."""
-        if self._drafts is None:
+        if self._drafts is None or not (step.proposes or step.admits):
             return result
         if step.proposes and self._continuation is not None:
             self._settle(self._continuation)

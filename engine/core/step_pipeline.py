@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.core.busy_clock import BusyClock
 from engine.core.cache_sharing import CacheSharing
 from engine.executor_contract import Executor
 from engine.groups.step_profile import StepProfile
@@ -38,6 +39,7 @@ class StepPipeline:
         """Steps that have begun, oldest first."""
         self._unfinished: deque[Step] = deque()
         """Steps to run before others are scheduled: they did not begin, or did not end."""
+        self._clock = BusyClock(by_thread=not (executor.has_workers or executor.computes_apart))
         self._finished_at = 0.0
         """Time of the newest result, or of the first step under way if later."""
 
@@ -91,7 +93,7 @@ class StepPipeline:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._under_way.popleft()
-        self._scheduler.timed(step, self._finished_at - began, result.proposal_seconds)
+        self._scheduler.timed(step, self._finished_at - began)
         exchange = self._sharing.exchange
         if exchange is not None:
             if len(step.slots) < step.num_tokens:
@@ -101,7 +103,12 @@ class StepPipeline:
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
-        return self._scheduler.update(step, result)
+        outputs = self._scheduler.update(step, result)
+        if self._scheduler.prices_step():
+            busy = self._clock.step(self._finished_at - began, is_alone=isinstance(self.stepping, Alone))
+            others = max(0, sum(agreement.sizes) - step.num_tokens)
+            self._scheduler.priced(step, busy, result.proposal_seconds, others)
+        return outputs
 
     def restart(self) -> None:
         """Run the steps under way again: a broken group cut them short."""

@@ -89,7 +89,7 @@ class Program:
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
         self._lists: dict[tuple[bool, ...], StepList] = {}
-        """Lists by whether they have exchanges of experts, sums over ranks, adapters, and all rows."""
+        """Lists by whether they have exchanges of experts, sums over ranks, adapters, all and inner rows."""
         self.kept_choices: KeptChoices | None = None
         """Experts of the tokens of the last step, if it kept them."""
         self.ends = StepEnds()
@@ -306,9 +306,10 @@ class Program:
         self.sums.agree()
         native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
         adapts = bool(step.array["num_runs"])
-        computes_all = computes_all or self.ends.keeps
+        computes_all = computes_all or self.ends.all_rows
         adapts_spread = self.sites is not None and bool(self.sites.tagged)
-        how = native, sums is self.sums.common, adapts, adapts_spread, computes_all
+        has_inner = bool(self.ends.kept_layers)
+        how = native, sums is self.sums.common, adapts, adapts_spread, computes_all, has_inner
         written = self._lists.get(how)
         if written is None:
             written = self._lists[how] = self._write(

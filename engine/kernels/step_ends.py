@@ -25,6 +25,8 @@ class StepEnds:
         """Whether steps begin with rows that are given, not with the embedding."""
         self.keeps = False
         """Whether all rows go through the last layer, not only those whose logits are wanted."""
+        self.are_read = True
+        """Whether the rows of the next step are read, if they are kept."""
         self.inner: tuple[int, ...] = ()
         """Numbers of layers whose input rows are kept."""
         self.tokens: TokenProduct | None = None
@@ -37,6 +39,16 @@ class StepEnds:
 
     def __repr__(self) -> str:
         return f"<StepEnds from {'rows' if self.from_rows else 'ids'}, {'all' if self.keeps else 'wanted'}>"
+
+    @property
+    def all_rows(self) -> bool:
+        """Whether all rows of the next step go through the last layer."""
+        return self.keeps and self.are_read
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Layers whose input rows are kept in the next step."""
+        return self.inner if self.are_read else ()
 
     def rows(self, tokens: int) -> torch.Tensor:
         """Rows [tokens, hidden] behind the last layer, before its norm; valid until the next step."""

@@ -76,7 +76,7 @@ class PackedDecoder:
             is_cut = packed.mlp is not None and packed.mlp.exchanges and not exchanges
             selects = packed is self.layers[-1] and not is_cut and self.output is not None
             selects = selects and not writer.facts.computes_all
-            if number in ends.inner:
+            if number in ends.kept_layers:
                 writer.scale(1.0, writer.buffers[INNER.format(number)])
             self._write_layer(writer, number, ends.tokens if number == 0 else None, selects=selects)
         if writer.num_sums == 1:

@@ -90,11 +90,11 @@ class Drafting:
         speculation = self._speculation
         if speculation is None or not speculation.asks:
             return
+        if speculation.is_off(len(self._queues.running)):
+            return  # what proposes from rows of each step begins anew later, behind these tokens
         if speculation.follows:
             every = (index for index, request in enumerate(rows.requests) if request.drafter is not None)
             rows.proposes = dict.fromkeys(every, 0)
-        if speculation.is_off(len(self._queues.running)):
-            return
         keys, wanting = [], []
         for index, request in enumerate(rows.requests):
             if request.drafter is None:

@@ -215,19 +215,27 @@ class Scheduler:
             self._boundaries.answered()
         return self._outputs.process(oldest, result)
 
-    def timed(self, step: Step, seconds: float, proposing: float = 0.0) -> None:
-        """Take in how long a step took, for the lengths of drafts and prefill chunks.
-
-        ``proposing``: the part of it in which a model proposed tokens.
-        """
-        if not step.slots:
-            return
-        if not _only_decodes(step):
+    def timed(self, step: Step, seconds: float) -> None:
+        """Take in how long a step took, for the lengths of prefill chunks."""
+        if step.slots and not _only_decodes(step):
             self.budget.took(step, seconds)
-        elif self._speculation is not None:
-            self._speculation.took(step.num_tokens, bool(step.drafts), seconds - proposing)
-            if passes := max(step.proposes.values(), default=0):
-                self._speculation.proposed(len(step.proposes), passes, proposing)
+
+    def prices_step(self) -> bool:
+        """Whether :meth:`priced` is to be called for the step that was taken in."""
+        return self._speculation is not None and self._speculation.prices_step()
+
+    def priced(self, step: Step, busy: float, proposing: float, others: int = 0) -> None:
+        """Take in what a step cost, for drafts; its tokens are in already.
+
+        ``busy``: its seconds as drafts are priced, of which some were spent on ``proposing``. ``others``:
+        tokens of the other instances' steps in lockstep.
+        """
+        if self._speculation is None or not step.slots:
+            return
+        if _only_decodes(step):
+            self._speculation.took(step, busy, proposing, others)
+        else:
+            self._speculation.paid(len(self._running), proposing)
 
     # ---- helpers of schedule
 

@@ -10,7 +10,8 @@ step, whatever is drafted.
 Drafts cost time of the step. How long they are, and whether there are any, follows from what has come of them
 so far and from what steps took (:mod:`engine.speculation.draft_prices`): a token is drafted if it is likelier
 to be taken than the part of a token's time that it costs. A model's passes are part of that price, which is
-paid when the model is asked.
+paid when the model is asked. Where steps with drafts turn out to lose all the same, there are none
+(:mod:`engine.speculation.draft_trials`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from collections.abc import Sequence
 
 from engine.config.speculation import SpeculativeConfig
 from engine.speculation.draft_prices import DraftTrust, PassCost, StepCost, moved
+from engine.speculation.draft_trials import DraftTrials
 from engine.speculation.proposers import NOTHING, Proposer, proposer_of
+from engine.step import Step
 
 MOST_INDEXED = 4096
 """Tokens that a step indexes, about a microsecond each.
@@ -86,6 +89,8 @@ Text = tuple[Drafter, Sequence[int], int]
 class Speculation:
     """Drafting for all requests of one instance, as long as it pays."""
 
+    UNPRICED = 32
+    """Steps without drafts for each one that is priced, where drafts are off."""
     PLAIN_STEPS = 4
     """One in so many steps without drafts is timed: they are many, and alike."""
     MEMORY = 100
@@ -97,6 +102,7 @@ class Speculation:
         self._config = config
         self._cost = StepCost()
         self._passes = PassCost()
+        self._trials = DraftTrials()
         self._price = StepCost.GUESSED_SHARE
         """Price of a token drafted for the step in the making."""
         self._chance = 0.5
@@ -104,6 +110,12 @@ class Speculation:
         self._drafted = False
         """Whether the last step had drafts."""
         self._plain = 0
+        self._unpriced = self._unpriced_size = 0
+        """Steps without drafts until the next one that is priced, and bits of their number of rows."""
+        self._is_stale = False
+        """Whether the next seconds are those of several steps."""
+        self._accepted = 0
+        """Drafted tokens that were taken in steps that are not accounted for yet."""
 
     def __repr__(self) -> str:
         return f"<Speculation up to {self._config.num_speculative_tokens} tokens, {self._cost!r}>"
@@ -113,9 +125,22 @@ class Speculation:
         return Drafter(self._config, self._chance)
 
     def is_off(self, running: int) -> bool:
-        """Whether nothing is drafted beside so many requests."""
+        """Whether nothing is drafted, asked for or taken in beside so many requests."""
+        if self._unpriced:
+            if running.bit_length() == self._unpriced_size:
+                return True
+            self._unpriced = 0
         limit = self._config.disable_by_batch_size
-        return limit is not None and running > limit
+        return (limit is not None and running > limit) or not self._trials.are_on(running)
+
+    def prices_step(self) -> bool:
+        """Whether :meth:`took` or :meth:`paid` is to be called for a step.
+
+        Of steps in a row without drafts few are priced, since even asking for the time costs some.
+        """
+        if self._unpriced:
+            self._unpriced -= 1
+        return self._unpriced <= 1
 
     @property
     def asks(self) -> bool:
@@ -192,16 +217,42 @@ class Speculation:
 
     def learn(self, drafter: Drafter, drafted: int, accepted: int) -> None:
         """Take in that ``accepted`` tokens of a request's draft were taken."""
+        self._accepted += accepted
         drafter.learn(drafted, accepted, self._price)
         self._chance = moved(self._chance, drafted, accepted, self.MEMORY)
 
-    def proposed(self, rows: int, passes: int, seconds: float) -> None:
-        """Take in how long a model took for so many passes over ``rows``."""
-        self._passes.took(rows, passes, seconds)
+    def paid(self, running: int, seconds: float) -> None:
+        """Take in how long a model took beside prompts, while so many requests were running."""
+        self._accepted, self._is_stale = 0, False
+        self._trials.paid(running, seconds)
 
-    def took(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """Take in the duration of a step without prompts, and without proposing."""
+    def took(self, step: Step, seconds: float, proposing: float, others: int = 0) -> None:
+        """Take in the seconds of a step without prompts, of which some were spent on ``proposing``.
+
+        Its drafts are learnt from before. ``others``: tokens of the other instances in lockstep.
+        """
+        rows, drafts, accepted = len(step.slots), bool(step.drafts), self._accepted
+        self._accepted = 0
+        if self._is_stale:
+            self._is_stale = False
+            return
+        was_on = drafts or bool(step.proposes) or self._trials.are_on(rows)
+        self._trials.took(
+            rows,
+            tokens=rows + accepted,
+            seconds=seconds,
+            drafted=drafts,
+            was_on=was_on,
+            others=others,
+            stands_for=1 if was_on else self.UNPRICED,
+        )
+        if not was_on and self._trials.rest(rows):
+            self._unpriced, self._unpriced_size, self._is_stale = self.UNPRICED, rows.bit_length(), True
+        if passes := max(step.proposes.values(), default=0):
+            self._passes.took(len(step.proposes), passes, proposing)
         with_drafts, self._drafted = drafts or self._drafted, drafts
+        if step.proposes and not with_drafts:
+            return  # neither plain nor with drafts
         self._plain += not with_drafts
         if with_drafts or self._plain % self.PLAIN_STEPS == 0:
-            self._cost.took(tokens, with_drafts, seconds)
+            self._cost.took(step.num_tokens, with_drafts, seconds - proposing)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from engine.config.speculation import SpeculativeConfig
 from engine.speculation.speculation import Drafter, Speculation, Text
+from engine.step import Step
 
 LONGEST = 1024
 """Most tokens of a draft."""
@@ -78,5 +79,8 @@ class RecordedDrafts(Speculation):
         assert isinstance(drafter, RecordedDrafter)
         drafter.accepted(drafted, accepted)
 
-    def took(self, tokens: int, drafts: bool, seconds: float) -> None:
+    def is_off(self, running: int) -> bool:
+        return False
+
+    def took(self, step: Step, seconds: float, proposing: float, others: int = 0) -> None:
         """Durations decide nothing here."""

@@ -28,6 +28,9 @@ class Oracle(Speculation):
         self._right = right
         self._random = random.Random(seed)
 
+    def is_off(self, running: int) -> bool:
+        return False
+
     def draft(self, texts: Sequence[Text], rows: int, room: int) -> list[list[int]]:
         drafts = []
         for _, tokens, most in texts:

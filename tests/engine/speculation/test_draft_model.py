@@ -43,6 +43,9 @@ class Asking(Speculation):
         most = [max(0, min(MOST, longest)) for _, longest in wanting]
         return most if self._always else [self._random.randrange(each + 1) for each in most]
 
+    def is_off(self, running: int) -> bool:
+        return False
+
     @property
     def rests(self) -> bool:
         return not self._always and self._random.random() < 0.2

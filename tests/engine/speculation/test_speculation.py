@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from engine.speculation import speculation as speculation_module
 from engine.speculation.draft_prices import DraftTrust, StepCost
 from engine.speculation.ngram_index import NgramIndex
 from engine.speculation.speculation import Drafter, Speculation, Text
+from engine.step import Step
 
 CHEAP = 0.05
 
@@ -218,7 +220,10 @@ def test_drafts_that_bring_less_than_drafting_costs_are_left_out_but_for_a_try()
     for _ in range(50):
         for step in range(12):
             slow = step in (10, 11)  # with drafts, and the one after it
-            speculation.took(33 if step == 10 else 32, step == 10, 0.012 if slow else 0.010)
+            made = Step(slots=[*range(32)], counts=[1 + (step == 10), *[1] * 31])
+            if step == 10:
+                made = msgspec.structs.replace(made, drafts={0: [5]})
+            speculation.took(made, 0.012 if slow else 0.010, 0.0)
     few, many = texts(speculation, 1), texts(speculation, 32)
     assert all(speculation.draft(many, 32, 500))
     steps = [bool(speculation.draft(few, 32, 500)[0]) for _ in range(100)]

@@ -1,0 +1,1 @@
+"""Benchmarks of drafts: each method against none."""
