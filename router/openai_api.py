@@ -132,6 +132,8 @@ class GenerationRequest(MoreFields, kw_only=True):
 
     prompt_field: ClassVar[str] = "prompt"
     """Field that holds the prompt, for errors."""
+    default_max_tokens: ClassVar[int | None] = None
+    """Most tokens of an answer where none are given; None: up to the context length."""
 
     @property
     def max_tokens_field(self) -> str:
@@ -140,6 +142,8 @@ class GenerationRequest(MoreFields, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
+    default_max_tokens: ClassVar[int | None] = 16
+
     prompt: str | list[str | Int | list[Int]] | None = None
     logprobs: Int | None = None
     suffix: str | None = None
@@ -148,6 +152,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """First prompt token whose log-probability is wanted with ``prompt_logprobs``; those before are null."""
     return_routed_experts: bool | None = None
     """Whether the answer is to have the experts of each token."""
+
+
+class OpenEndedCompletion(CompletionRequest, kw_only=True):
+    """Completion that may fill the context length unless it names fewer tokens."""
+
+    default_max_tokens: ClassVar[int | None] = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -74,6 +74,7 @@ CLIENTS = {
     ),  # its tools import mcp, its metadata forgets to say so
     "guidance": Client("use_guidance.py", ["guidance", "openai"]),
     "inspect-ai": Client("use_inspect.py", ["inspect-ai", "openai"]),
+    "ollama": Client("use_ollama.py", ["ollama"]),
     "llm": Client("use_llm.py", ["llm"]),
     "lm-eval": Client("use_lm_eval.py", ["lm-eval[api,hf]"], torch=True),
     "guidellm": Client("use_guidellm.py", ["guidellm"], torch=True),

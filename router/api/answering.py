@@ -73,13 +73,15 @@ class Answering:
     def __repr__(self) -> str:
         return f"<Answering with {self._mesh!r}>"
 
-    async def receive_body(self, request: Request) -> bytes:
+    async def receive_body(self, request: Request, *, any_type: bool = False) -> bytes:
         """The body of a request, read where the request could be admitted now.
+
+        ``any_type``: as for :func:`.read_body`.
 
         Raises:
             ApiError, MeshError: it cannot be read, or could not be admitted now, as far as known.
         """
-        body = await read_body(request, self._config)
+        body = await read_body(request, self._config, any_type=any_type)
         if request.headers.get(CAPSULE):
             request.state.body_digest = DIGEST_PREFIX + hashlib.sha256(body).hexdigest()
         self._mesh.check_room()

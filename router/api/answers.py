@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import msgspec
 from starlette.responses import Response
@@ -51,6 +52,11 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Answer(ABC):
     """The answer to one request: as a whole, or in chunks."""
+
+    content_type: ClassVar[str] = "text/event-stream; charset=utf-8"
+    """Type of its stream."""
+    comment: ClassVar[bytes] = b": keep-alive\n\n"
+    """Keep-alive comment of its stream; empty where clients would not skip one."""
 
     def __init__(self, facts: AnswerFacts) -> None:
         self.id = facts.id

@@ -13,6 +13,8 @@ from router.api.anthropic_messages.request import chat_request
 from router.api.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.api.native_generation import NativeRequest
 from router.api.native_generation import as_completion as native_completion
+from router.api.ollama.handlers import read_ollama_chat, read_ollama_generate
+from router.api.ollama.request import as_chat, as_generation
 from router.api.responses.request import translated
 from router.api.responses.wire import ResponsesRequest
 from router.api.token_generation import GenerateRequest, as_completion
@@ -60,6 +62,8 @@ READERS: Mapping[str, Callable[[bytes, ServedModel], ChatRequest | CompletionReq
     "/v1/messages": lambda body, _: chat_request(read_messages(body)),
     "/inference/v1/generate": lambda body, served: as_completion(read_generate(body), served.max_model_len),
     "/generate": lambda body, served: native_completion(read_native(body), served.max_model_len),
+    "/api/chat": lambda body, served: as_chat(read_ollama_chat(body), served),
+    "/api/generate": lambda body, served: as_generation(read_ollama_generate(body), served),
     "/invocations": lambda body, _: read_invocation(body),
 }
 """How a body is read, by the path of its endpoint."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from router.text.chat_template import INVALID_JSON
 from router.turns.assistant_turns import TurnReader
 from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, Reasoning
 
@@ -108,3 +110,16 @@ class ItemSequence:
         if self._is_open:
             self._is_open = False
             events.append(Closed(self.items[-1]))
+
+
+def arguments_object(arguments: str) -> msgspec.Raw | dict[str, Any]:
+    """Arguments of a call as a JSON object.
+
+    Text that is no JSON object gets a key of its own.
+    """
+    text = arguments or "{}"
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {INVALID_JSON: arguments}
+    return msgspec.Raw(text.encode())

@@ -142,6 +142,7 @@ class RequestRun:
         """The piece that a delta gives; a sample that has its last one is closed."""
         sample = self.samples[position]
         if not sample.num_tokens:
+            sample.first_token_at = now
             sample.fingerprint = self._fingerprint(generation, sample.prompt.adapter)
             sample.first_class = generation.first_class
             sample.known_changes = generation.numerics_changes

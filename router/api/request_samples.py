@@ -30,10 +30,6 @@ They take most of a gigabyte while the answer is made.
 """
 
 
-COMPLETION_MAX_TOKENS = 16
-"""The default of /v1/completions; chat goes on up to the context length."""
-
-
 def make_samples(
     understood: Understood,
     terms: RequestTerms,
@@ -112,7 +108,8 @@ def _room_for(prompt: PromptText, understood: Understood) -> int:
     if params.max_tokens is not None and params.max_tokens > room:
         raise too_long(len(prompt.ids), params.max_tokens, request, model)
     most = room if model.most_tokens is None else min(room, model.most_tokens)
-    default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
+    is_chat = isinstance(request, ChatRequest)
+    default = model.defaults.get("max_tokens") if is_chat else request.default_max_tokens
     wanted = params.max_tokens if params.max_tokens is not None else default
     count = most if wanted is None else min(most, int(wanted))
     if params.min_tokens > count:

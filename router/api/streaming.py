@@ -97,11 +97,11 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(EVENT_STREAM)
+        self.init_headers({**EVENT_STREAM, "content-type": answer.content_type})
         self._run = run
         self._answer = answer
         self._send_timeout = send_timeout
-        self._keep_alive = keep_alive
+        self._keep_alive = keep_alive if answer.comment else 0.0
         self._wrote_at = time.perf_counter()
         self._timed_writer: TimedWriter | None = None
         self._waits_since: float | None = None
@@ -167,7 +167,7 @@ class EventStream(Response):
                 if silence_left > 0:
                     await asyncio.sleep(silence_left)
                 else:
-                    await write(b": keep-alive\n\n")
+                    await write(self._answer.comment)
 
         commenting = asyncio.create_task(comment())
         try:

@@ -21,11 +21,14 @@ from coordinator.process.process import shortage_of
 from coordinator.process.tracing import Tracing
 from router.api.answering import Answering
 from router.api.generating import Generating
+from router.api.ollama.handlers import OllamaGenerating
+from router.api.ollama.wire import REFUSED_CHANGES
 from router.api.replaying import Replaying
 from router.api.understanding import Understanding
 from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
 from router.app.middleware import error_response, middleware
+from router.app.ollama_models import OllamaModelEndpoints
 from router.app.paths import not_there
 from router.app.published_keys import PublishedKeys
 from router.app.refusals import Refusals
@@ -68,7 +71,8 @@ def make_app(
     quotas = quotas or Quotas(config.key_limits)
     key = CapsuleKey.read(config.capsule_key) if config.capsule_key else None
     answering = Answering(mesh, config, metrics, quotas, tracing, key)
-    generating = Generating(config, Understanding(models, config), answering, quotas)
+    understanding = Understanding(models, config)
+    generating = Generating(config, understanding, answering, quotas)
     replaying = Replaying(mesh, models, answering)
     endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
@@ -89,6 +93,9 @@ def make_app(
         batches = batch_runs(store.database, mesh, config, metrics, handlers)
         stored = stored_routes(runs, config, handlers) + batch_routes(batches, config)
     routes = stored + _routes(generating, replaying, endpoints, server)
+    routes += _ollama_routes(
+        OllamaGenerating(understanding, answering, models), OllamaModelEndpoints(config, models)
+    )
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(
@@ -143,6 +150,19 @@ def _routes(
         Route("/fault_tolerance/status", server.faults, methods=["GET"]),
         Route("/openapi.json", server.openapi, methods=["GET"]),
         Route("/metrics", server.exposition, methods=["GET"]),
+    ]
+
+
+def _ollama_routes(generating: OllamaGenerating, models: OllamaModelEndpoints) -> list[Route]:
+    """Routes of Ollama's API."""
+    return [
+        Route("/api/chat", generating.chat, methods=["POST"]),
+        Route("/api/generate", generating.generate, methods=["POST"]),
+        Route("/api/tags", models.tags, methods=["GET"]),
+        Route("/api/ps", models.ps, methods=["GET"]),
+        Route("/api/show", models.show, methods=["POST"]),
+        Route("/api/version", models.version, methods=["GET"]),
+        *(Route(path, models.refused, methods=[method]) for path, (method, _) in REFUSED_CHANGES.items()),
     ]
 
 

@@ -20,6 +20,7 @@ from coordinator.addresses import LOOPBACK_NAMES, is_loopback
 from coordinator.process.process import REQUEST
 from router import errors
 from router.api.anthropic_messages import errors as anthropic_errors
+from router.api.ollama import errors as ollama_errors
 from router.api.validation import usable_id
 from router.app.dashboard.page import open_paths
 from router.app.refusals import Refusals
@@ -255,4 +256,6 @@ def error_response(error: ApiError, scope: Scope, refusals: Refusals) -> Respons
     refusals.add(scope["method"], path, error)
     if path.startswith(anthropic_errors.PREFIX):
         return anthropic_errors.error_response(error)
+    if path.startswith(ollama_errors.PREFIX):
+        return ollama_errors.error_response(error)
     return errors.error_response(error)

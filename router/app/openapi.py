@@ -9,9 +9,18 @@ import msgspec
 
 from router.api.anthropic_messages import wire as messages
 from router.api.native_generation import NativeOutput, NativeRequest
+from router.api.ollama.errors import PREFIX as OLLAMA_PATHS
+from router.api.ollama.wire import (
+    REFUSED_CHANGES,
+    OllamaChatLine,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaTextLine,
+)
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
 from router.api.token_generation import Generated, GenerateRequest
 from router.app.fault_status import FaultStatus
+from router.app.ollama_models import OllamaModels, OllamaShown, OllamaShowRequest, OllamaVersion
 from router.app.server_info import IsScaling, ServerInfo, Sleeping
 from router.batches.objects import BatchObject, BatchRequest, DeletedObject, FileObject, ObjectPage
 from router.capsule import ReplayAnswer, ReplayRequest
@@ -31,6 +40,8 @@ from router.openai_api import (
 )
 from router.signing.keys import KEYS_PATH, PublicKeys
 
+NDJSON = "application/x-ndjson"
+
 Struct = type[msgspec.Struct]
 
 
@@ -46,6 +57,7 @@ class Operation(msgspec.Struct, frozen=True):
     body: Struct | None = None
     answer: Struct | None = None
     streams: bool = False
+    stream_type: str = "text/event-stream"
     is_open: bool = False
     """Whether clients need no key."""
 
@@ -89,6 +101,21 @@ OPERATIONS = [
     ),
     Operation("post", "/generate", "Text or token ids to both", NativeRequest, NativeOutput, True),
     Operation("put", "/generate", "Text or token ids to both", NativeRequest, NativeOutput, True),
+    Operation(
+        "post", "/api/chat", "A chat in Ollama's words", OllamaChatRequest, OllamaChatLine, True, NDJSON
+    ),
+    Operation(
+        "post", "/api/generate", "Text to text in Ollama's words",
+        OllamaGenerateRequest, OllamaTextLine, True, NDJSON,
+    ),
+    Operation("get", "/api/tags", "The model, by each of its names", None, OllamaModels),
+    Operation("get", "/api/ps", "The same, as loaded", None, OllamaModels),
+    Operation("post", "/api/show", "Facts of the model", OllamaShowRequest, OllamaShown),
+    Operation("get", "/api/version", "The version of Ollama's API", None, OllamaVersion),
+    *(
+        Operation(method.lower(), path, f"Refused: would {what}")
+        for path, (method, what) in REFUSED_CHANGES.items()
+    ),
     Operation("post", "/v1/replay", "A sample of a capsule, computed again", ReplayRequest, ReplayAnswer),
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),
@@ -156,9 +183,11 @@ def _responses(operation: Operation, reference: dict[Struct, Any]) -> dict[str, 
     if operation.answer is not None:
         content["application/json"] = {"schema": reference[operation.answer]}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[operation.stream_type] = {"schema": {"type": "string"}}
     error = {"description": "Error", "content": {"application/json": {"schema": reference[ErrorBody]}}}
     if operation.path.startswith("/v1/messages"):
         error = {"description": "Error, in Anthropic's shape"}
+    if operation.path.startswith(OLLAMA_PATHS):
+        error = {"description": "Error, in Ollama's shape"}
     good = {"description": "OK"} | ({"content": content} if content else {})
     return {"200": good, "default": error}

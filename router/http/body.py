@@ -41,15 +41,17 @@ CLOSE = {"connection": "close"}
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-async def read_body(request: Request, config: HttpConfig) -> bytes:
+async def read_body(request: Request, config: HttpConfig, *, any_type: bool = False) -> bytes:
     """Read the whole body; sets ``request.state.arrival`` once it is complete.
+
+    ``any_type``: no Content-Type is wrong, unless a web page sends it.
 
     Raises:
         ApiError: it is no JSON (400), compressed (415), too large (413) or too slow (408).
         ClientGone: the client hung up while sending.
     """
     max_bytes, timeout = config.max_request_bytes, config.request_timeout
-    _check_type(request.headers)
+    _check_type(request.headers, any_type=any_type)
     _check_encoding(request.headers)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -84,17 +86,16 @@ async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
             return b"".join(chunks)
 
 
-def _check_type(headers: Headers) -> None:
+def _check_type(headers: Headers, *, any_type: bool) -> None:
     """Refuse bodies that web pages of other origins can send without a CORS check.
 
     Browsers send forms, plain text, and bytes without a type to any address without asking; JSON they do not.
     """
     content_type = headers.get("content-type")
-    if content_type is None:
-        if "origin" in headers or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            refuse(
-                "Web pages must say that the body is JSON (Content-Type: application/json).", "Content-Type"
-            )
+    is_page = "origin" in headers or headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    if content_type is None and is_page:
+        refuse("Web pages must say that the body is JSON (Content-Type: application/json).", "Content-Type")
+    if content_type is None or (any_type and not is_page):
         return
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):

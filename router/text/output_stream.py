@@ -73,6 +73,8 @@ class OutputStream:
         """Changes of its numerics class, also between tokens that are not read yet."""
         self.known_weights: Sequence[WeightSpan] = ()
         """Weight versions that made its tokens, also tokens that are not read yet."""
+        self.first_token_at = 0.0
+        """When its first token came, on the clock of ``time.perf_counter``."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the instance of its first token had in its cache."""

@@ -110,6 +110,11 @@ class TurnFormat:
         """The field to name when the grammar is wrong."""
         return "tools" if self._asked_for or self._form is None else self._form.param
 
+    @property
+    def knows_reasoning(self) -> bool:
+        """Whether reasoning before an answer is recognised."""
+        return self._dialect.reasoning is not None
+
     def rules(self, prompt: str, tokenizer: Tokenizer, *, budget_is_advice: bool = False) -> AnswerRules:
         """Reasoning budget and grammar of the answers to a prompt.
 

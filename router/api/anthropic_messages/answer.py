@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from engine.messages import FinishReason
 from router.api.answers import Answer, AnswerFacts, encode, named_event
 from router.api.anthropic_messages import wire
 from router.api.anthropic_messages.errors import error_body
-from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, Opened, TextAdded
+from router.api.items import (
+    Closed,
+    Item,
+    ItemEvent,
+    ItemKind,
+    ItemSequence,
+    Opened,
+    TextAdded,
+    arguments_object,
+)
 from router.api.understanding import Understood
 from router.errors import ApiError
-from router.text.chat_template import INVALID_JSON
 from router.text.output_stream import OutputStream, TextPiece
 
 
@@ -85,20 +90,7 @@ def _block(item: Item, text: str) -> wire.Block:
         case ItemKind.TEXT:
             return wire.TextBlock(text)
         case ItemKind.CALL:
-            return wire.ToolUseBlock(item.call_id, item.name, _input(text))
-
-
-def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
-    """Arguments of a call as a JSON object.
-
-    Text that is no JSON object gets a key of its own.
-    """
-    text = arguments or "{}"
-    try:
-        msgspec.json.decode(text, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return {INVALID_JSON: arguments}
-    return msgspec.Raw(text.encode())
+            return wire.ToolUseBlock(item.call_id, item.name, arguments_object(text))
 
 
 def _events_of(event: ItemEvent) -> list[wire.MessageEvent]:

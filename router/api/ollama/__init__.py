@@ -1,0 +1,1 @@
+"""Ollama's API: ``/api/chat`` and ``/api/generate``, translated to chats and completions and back."""
