@@ -424,6 +424,7 @@ class UniExecutor(SpreadShard):
                 self._held,
             )  # fmt: skip
             self._new_weights.num_steps = lambda: self._num_begun
+            self._new_weights.drafts = self._drafts
         return self._new_weights
 
     def give_back(self, part: MemoryPart) -> bool:

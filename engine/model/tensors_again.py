@@ -36,15 +36,16 @@ def read_again(
     source: Path,
     open_file: OpenFile,
     share: ExpertShare | None = None,
+    reader_class: type[ModuleReader] = ModuleReader,
 ) -> Any:
     """A module with the weights of another directory, in the format of the model's own.
 
-    ``share``: the experts that it gets; None: all.
+    ``share``: the experts that it gets; None: all. ``reader_class``: what of the checkpoint is read.
 
     Raises:
         CheckpointError: tensors are missing, or of another shape.
     """
-    reader = ModuleReader(info, settings, *class_of(info, settings), dtype, source, open_file)
+    reader = reader_class(info, settings, *class_of(info, settings), dtype, source, open_file)
     sharded, cpu = None, torch.device("cpu")
     if not shard.is_whole:
         sharded = sharded_class(reader.model_class, reader.config, shard, share, whole_states=True)

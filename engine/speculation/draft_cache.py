@@ -45,6 +45,10 @@ class DraftPositions:
         self._first.pop(slot, None)
         self._digests.pop(slot, None)
 
+    def forget_blocks(self) -> None:
+        """No block counts for requests to come: the weights that filled them are gone."""
+        self._stamps = [EMPTY] * self._num_blocks
+
     def computed(self, slot: int, tokens: Int64s, table: Int32s) -> int:
         """Positions of a request's ``tokens`` that are there; ``table``: its blocks."""
         found = self._computed.get(slot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -18,8 +19,10 @@ from engine.attention.base import Int32s, Int64s, PackedRows
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import bytes_for_program, kept_of, make_program
+from engine.kernels.other_weights import PreparedWeights
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
+from engine.model.weight_files import OpenFile
 from engine.model.weights import LoadedModel, load_model
 from engine.speculation.draft_cache import DraftPositions
 from engine.speculation.eagle_head import EagleHead
@@ -41,6 +44,14 @@ class RowInput(Protocol):
 
     def attach(self, program: Program, served: Program, model: LoadedModel) -> None:
         """Prepare the layer's program before its first step; ``served``: that of the served ``model``."""
+
+    def prepare(
+        self, program: Program, directory: Path, open_file: OpenFile
+    ) -> tuple[RowInput, PreparedWeights | None]:
+        """Input for other weights of the served model, and those of its layer that come with them.
+
+        Called in a thread beside steps; ``program`` computes the layer.
+        """
 
     def served_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor:
         """Rows of the served model's step, of the ``wanted`` ones of so many tokens."""
@@ -98,6 +109,7 @@ class DraftModel:
         else:
             self._model = self._input.model
         self._program: Program | None = None
+        self._served: tuple[Program, LoadedModel] | None = None
         self._positions = DraftPositions(0, self._block_size, self._most)
 
     def __repr__(self) -> str:
@@ -120,6 +132,7 @@ class DraftModel:
         Raises:
             CheckpointError: the native kernels do not compute it.
         """
+        self._served = served, model
         if self._program is None:
             self._program = make_program(self._model, self._block_size)
             if self._program is not None and self._input is not None:
@@ -139,6 +152,28 @@ class DraftModel:
                 dtype=self._model.dtype,
             )
         )
+
+    def prepare(self, directory: Path, open_file: OpenFile) -> PreparedDrafts | None:
+        """Read and lay out what another version of the served model's weights has of it.
+
+        None where it has nothing to do with them. Called in a thread beside steps.
+
+        Raises:
+            CheckpointError: the version has no such layer, or another one.
+        """
+        if self._input is None:
+            return None
+        assert self._program is not None, "allocate() comes first"
+        return PreparedDrafts(self, *self._input.prepare(self._program, directory, open_file))
+
+    def use(self, found: RowInput) -> None:
+        """Propose by this input from the next step on."""
+        assert self._program is not None
+        assert self._served is not None
+        self._input = found
+        found.attach(self._program, *self._served)
+        self._program.replace_weights(self._program.laid_out)  # lists of steps have addresses
+        self._positions.forget_blocks()
 
     def propose(
         self, step: Step, texts: Mapping[int, Int64s], tables: Int32s, result: StepResult
@@ -288,6 +323,24 @@ class DraftModel:
         own = starts - np.array([each.first for each in contexts])
         positions = np.arange(int(counts.sum())) + np.repeat(own - offsets, counts)
         return PackedRows(own, counts, tables, positions, int((counts == 1).sum()))
+
+
+class PreparedDrafts:
+    """Input of a head or layer for other weights of the model, which come at the same step."""
+
+    def __init__(self, drafts: DraftModel, found: RowInput, weights: PreparedWeights | None) -> None:
+        self._drafts, self._found, self._weights = drafts, found, weights
+
+    def switch(self) -> None:
+        """Use them from the next step on; called behind the served model's switch."""
+        if self._weights is not None:
+            self._weights.switch()
+        self._drafts.use(self._found)
+
+    def discard(self) -> None:
+        """Let go of what was prepared."""
+        if self._weights is not None:
+            self._weights.discard()
 
 
 def _num_computed(step: Step, row: int, result: StepResult) -> int:

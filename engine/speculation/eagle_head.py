@@ -24,7 +24,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.probe import probe_layers
 from engine.model.sharding.shard_weights import all_tensors
-from engine.model.weight_files import open_weights
+from engine.model.weight_files import OpenFile, open_weights
 from engine.model.weights import LOADING, WHOLE_STAGE, LoadedModel
 from engine.speculation.eagle_config import (
     EMBEDDING,
@@ -71,6 +71,7 @@ class EagleHead:
         self._inner_norm, self._token_norm = layer.pop(INNER_NORM), layer.pop(TOKEN_NORM)
         self._embedding, self._output = tensors.get(EMBEDDING), tensors.get(HEAD)
         """Those of its own, or None."""
+        self._shares_output = self._output is None
         self._served: Program | None = None
         self._targets: Int64s | None = None
         if (offsets := tensors.get(TO_TARGET)) is not None:
@@ -103,8 +104,10 @@ class EagleHead:
         if table is None:
             base = getattr(model.module, model.module.base_model_prefix)
             table = getattr(base, base_parts(base)["embedding"]).weight.data
-        program.ends.tokens = TokenProduct(kernels, table, self._token_norm, self._eps, self._of_token)
-        if self._output is None:
+        if program.ends.tokens is None:
+            program.ends.tokens = TokenProduct(kernels, table, self._token_norm, self._eps, self._of_token)
+        program.ends.tokens.table = table
+        if self._shares_output:
             own, whole = program.laid_out.packed.output, served.laid_out
             assert own is not None
             assert whole.packed.output is not None
@@ -112,6 +115,10 @@ class EagleHead:
         self.model.module.model.embed_tokens.weight.data = table.new_empty(0)
         self._of_token, self._output = [], None  # they are laid out
         served.ends.inner, self._served = self._inner, served
+
+    def prepare(self, program: Program, directory: Path, open_file: OpenFile) -> tuple[EagleHead, None]:
+        """See :meth:`.RowInput.prepare`: a head is none of the model's weights."""
+        return self, None
 
     def served_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor:
         """See :meth:`.RowInput.served_rows`."""

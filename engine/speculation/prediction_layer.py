@@ -17,12 +17,15 @@ import torch
 
 from engine.attention.base import Int64s
 from engine.config import ModelConfig
+from engine.kernels.other_weights import NativeWeights, kept_buffers
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.expert_weights import ExpertShare
 from engine.model.module_reading import ModuleReader
+from engine.model.sharding.shard import WHOLE
 from engine.model.sharding.shard_weights import all_tensors
-from engine.model.weight_files import open_weights
+from engine.model.tensors_again import read_again
+from engine.model.weight_files import OpenFile, open_weights
 from engine.model.weights import LoadedModel, load_model
 from engine.speculation.prediction_names import EMBEDDING, HEAD, PredictionNames, names_of
 
@@ -72,30 +75,39 @@ class PredictionInput:
         Raises:
             CheckpointError: the checkpoint has none, or it cannot be computed.
         """
-        names, number = names_of(info)
         alone = msgspec.structs.replace(info, has_states=False)
+        self._info, self._settings = alone, settings
         self.model: LoadedModel = load_model(
             alone, settings, dtype=dtype, device=torch.device("cpu"), reader_class=PredictionReader
         )
-        base = getattr(self.model.module, self.model.module.base_model_prefix)
-        self._embedding, self._last_norm = base.embed_tokens, base.norm
-        self._first_sees_nothing = names.first_sees_nothing
+        self._served: tuple[Program, Any] | None = None
+        """The served model's program and last norm."""
         with open_weights(Path(info.directory), dtype, None) as files:
-            given = all_tensors(files)
-            parts = {role: given[name.format(number)][:].to(dtype) for role, name in names.parts.items()}
+            parts = self._parts_in(all_tensors(files))
+        self._first_sees_nothing = names_of(info)[0].first_sees_nothing
+        self._take(parts)
+
+    def _parts_in(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Parts around the layer among a checkpoint's tensors, by role."""
+        names, number = names_of(self._info)
+        return {
+            role: given[name.format(number)][:].to(self.model.dtype) for role, name in names.parts.items()
+        }
+
+    def _take(self, parts: dict[str, torch.Tensor]) -> None:
+        """Use these parts, with the embedding and the norm that the layer's module has now."""
+        base = getattr(self.model.module, self.model.module.base_model_prefix)
+        self._embedding, self._last_norm = _as_it_is(base.embed_tokens), _as_it_is(base.norm)
         self._token_norm = self._norm(parts["token_norm"])
         self._hidden_norm = self._norm(parts["hidden_norm"])
         self._join = parts["join"]
-
-        self._served: tuple[Program, Any] | None = None
-        """The served model's program and last norm."""
 
     def __repr__(self) -> str:
         return f"<PredictionInput of {self._join.shape[0]} numbers>"
 
     def attach(self, program: Program, served: Program, model: LoadedModel) -> None:
         """See :meth:`.RowInput.attach`."""
-        self._served = served, getattr(model.module, model.module.base_model_prefix).norm
+        self._served = served, _as_it_is(getattr(model.module, model.module.base_model_prefix).norm)
 
     def served_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor:
         """See :meth:`.RowInput.served_rows`."""
@@ -103,6 +115,22 @@ class PredictionInput:
         program, norm = self._served
         result: torch.Tensor = norm(program.ends.rows(num_tokens)[wanted])
         return result
+
+    def prepare(
+        self, program: Program, directory: Path, open_file: OpenFile
+    ) -> tuple[PredictionInput, NativeWeights]:
+        """See :meth:`.RowInput.prepare`."""
+        model, found, here = self.model, copy.copy(self), Path(self._info.directory)
+        module = read_again(
+            self._info, self._settings, model.dtype, WHOLE, directory, open_file,
+            reader_class=PredictionReader,
+        )  # fmt: skip
+        with open_weights(here, model.dtype, None, directory, open_file) as files:
+            parts = self._parts_in(all_tensors(files))
+        tensors = dict(module.named_parameters(remove_duplicate=False)) | kept_buffers(module)
+        weights = NativeWeights(model, program, tensors)
+        found._take(parts)
+        return found, weights
 
     def _norm(self, weight: torch.Tensor) -> Any:
         norm = copy.deepcopy(self._last_norm)
@@ -124,3 +152,10 @@ class PredictionInput:
     def targets(self, tokens: list[int]) -> list[int]:
         """See :meth:`.RowInput.targets`."""
         return tokens
+
+
+def _as_it_is(module: Any) -> Any:
+    """The module with the tensors that it has now, whatever takes their place."""
+    found = copy.copy(module)
+    found._parameters, found._buffers = dict(module._parameters), dict(module._buffers)
+    return found

@@ -10,25 +10,23 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from engine.config import ModelConfig
-from engine.host.background import Pace, beside_steps, drop_later, let_go
+from engine.host.background import Pace, beside_steps
 from engine.host.memory import MARGIN, is_out_of_memory
 from engine.host.openmp import compute_with
-from engine.kernels.core import library
-from engine.kernels.decoder import recognise
-from engine.kernels.laid_out import LaidOut
-from engine.kernels.make import let_go_of_weights
+from engine.kernels.other_weights import NativeWeights, PreparedWeights, TorchWeights, kept_buffers
 from engine.kernels.program import Program
 from engine.model.checkpoint import ModelInfo, ReadingStopped
 from engine.model.errors import first_line
 from engine.model.expert_change import HeldExperts
-from engine.model.quantization.attached import ATTRIBUTE, forget_codes, without_memory
+from engine.model.quantization.attached import forget_codes, without_memory
 from engine.model.tensors_again import read_again
 from engine.model.weight_digest import StoredTensor
+from engine.model.weight_files import OpenFile
 from engine.model.weight_set import check_weights, weight_files
 from engine.model.weights import LoadedModel
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
@@ -42,11 +40,10 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 
 
-class _Next(Protocol):
-    """Weights that were prepared, and take the place of those in use."""
+class Drafts(Protocol):
+    """Contract of what proposes tokens, and may be a part of the checkpoint."""
 
-    def switch(self) -> None: ...
-    def discard(self) -> None: ...
+    def prepare(self, directory: Path, open_file: OpenFile) -> PreparedWeights | None: ...
 
 
 class ShardWeights:
@@ -74,7 +71,10 @@ class ShardWeights:
         self._free_memory = free_memory
         self.num_steps: Callable[[], int] = lambda: 0
         """Steps begun so far: beside them, little is done at once."""
-        self._next: _Next | None = None
+        self.drafts: Drafts | None = None
+        """What proposes tokens by layers of the checkpoint; None: nothing does."""
+        self._next: PreparedWeights | None = None
+        self._next_drafts: PreparedWeights | None = None
         self._spread: SpreadWeights | None = None
         """Experts of the version that is prepared, where they are spread over instances."""
         self._next_digest = ""
@@ -128,7 +128,9 @@ class ShardWeights:
             self._spread.switch()
             if self.are_given_back:  # no group is entered, which would bring its own
                 self._held.install(experts, self._free_memory)
-        self._spread = None
+        if self._next_drafts is not None:
+            self._next_drafts.switch()
+        self._spread = self._next_drafts = None
         self.digest, self._next, self._next_digest = self._next_digest, None, ""
         self._source = self._next_source
         self.are_given_back = False
@@ -150,7 +152,7 @@ class ShardWeights:
             self._program.exchange.products.give_back()
             self._program.replace_weights(self._program.laid_out)  # lists of steps have their addresses
         for tensor in (
-            dict(self._model.module.named_parameters()) | _kept_buffers(self._model.module)
+            dict(self._model.module.named_parameters()) | kept_buffers(self._model.module)
         ).values():
             tensor.data = without_memory(tensor)
             forget_codes(tensor)
@@ -161,7 +163,9 @@ class ShardWeights:
         """Give back what was prepared, if anything was."""
         if self._next is not None:
             self._next.discard()
-        self._next, self._spread, self._next_digest = None, None, ""
+        if self._next_drafts is not None:
+            self._next_drafts.discard()
+        self._next, self._spread, self._next_drafts, self._next_digest = None, None, None, ""
 
     def _check_model(self) -> None:
         if self._model.device.type != "cpu":
@@ -193,7 +197,7 @@ class ShardWeights:
             self._info, self._settings, model.dtype, model.stage.shard, directory, files.open,
             None if spread is None else spread.share,
         )  # fmt: skip
-        found = dict(module.named_parameters(remove_duplicate=False)) | _kept_buffers(module)
+        found = dict(module.named_parameters(remove_duplicate=False)) | kept_buffers(module)
         self._check_found(found)
         if spread is not None:
             found = spread.take(found, self._settings.online, should_stop)
@@ -203,6 +207,8 @@ class ShardWeights:
         else:
             self._next = NativeWeights(model, self._program, found)
         del module, found
+        if self.drafts is not None:
+            self._next_drafts = self.drafts.prepare(directory, files.open)
         return files.digest()
 
     def _check_memory(self, num_bytes: int) -> None:
@@ -221,98 +227,10 @@ class ShardWeights:
 
     def _check_found(self, found: Tensors) -> None:
         module = self._model.module
-        here = dict(module.named_parameters(remove_duplicate=False)) | _kept_buffers(module)
+        here = dict(module.named_parameters(remove_duplicate=False)) | kept_buffers(module)
         if found.keys() != here.keys():
             names = ", ".join(sorted(found.keys() ^ here.keys())[:3])
             raise WeightsRefused(f"the tensors make another model here: {names}")
         for name, tensor in found.items():
             if tensor.dtype != here[name].dtype:
                 raise WeightsRefused(f"{name} is read as {tensor.dtype}, not as {here[name].dtype}")
-
-
-class TorchWeights:
-    """New tensors for a model that torch's operators compute."""
-
-    def __init__(self, module: Any, tensors: Tensors) -> None:
-        self._module, self._tensors = module, tensors
-
-    def switch(self) -> None:
-        """Let the model's parameters have the new tensors."""
-        here = dict(self._module.named_parameters(remove_duplicate=False)) | _kept_buffers(self._module)
-        before = []
-        for name, tensor in self._tensors.items():
-            mine = here[name]
-            before.append(mine.data)
-            mine.data = tensor.data
-            if (codes := tensor.__dict__.get(ATTRIBUTE)) is not None:
-                setattr(mine, ATTRIBUTE, codes)
-        let_go(before)
-
-    def discard(self) -> None:
-        """Let go of the tensors."""
-        self._tensors = {}
-
-
-class NativeWeights:
-    """New weights, laid out for the kernels that compute the model.
-
-    The model's module has their tensors from now on, unless they are discarded.
-    """
-
-    def __init__(self, model: LoadedModel, program: Program, tensors: Tensors) -> None:
-        """Lays them out.
-
-        Raises:
-            WeightsRefused: the kernels would compute another model.
-        """
-        kernels = library.load()
-        assert kernels is not None, "the kernels compute this model"
-        self._module, self._program = model.module, program
-        self._before = _replace(model.module, tensors)
-        self._laid_out: LaidOut | None = None
-        try:
-            decoder = recognise(model.module, model.layers, model.dtype)
-            products = program.exchange.products if program.exchange.is_spread else None
-            self._laid_out = laid_out = LaidOut(kernels, decoder, model.stage.shard.size, products)
-            if laid_out.sizes != program.laid_out.sizes:
-                raise WeightsRefused("the kernels would compute a model of other sizes")
-            laid_out.positions.grow(program.laid_out.positions.num_positions)
-            let_go_of_weights(model, decoder)
-        except BaseException:
-            self.discard()
-            raise
-
-    def switch(self) -> None:
-        """Let the program compute with them from the next step on."""
-        assert self._laid_out is not None
-        before = self._program.laid_out
-        self._program.replace_weights(self._laid_out)
-        drop_later([before, self._before])
-        self._before, self._laid_out = {}, None
-
-    def discard(self) -> None:
-        """Give the module its tensors back, and let go of the new ones."""
-        for tensor in _replace(self._module, self._before).values():
-            forget_codes(tensor)
-        self._before, self._laid_out = {}, None
-
-
-def _kept_buffers(module: Any) -> Tensors:
-    """Buffers of a model that a checkpoint has, by name."""
-    found: Tensors = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        for name, tensor in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = tensor
-    return found
-
-
-def _replace(module: Any, tensors: Tensors) -> Tensors:
-    """Put these tensors in the place of a module's; returns those that it had."""
-    before: Tensors = {}
-    for name, tensor in tensors.items():
-        path, _, own = name.rpartition(".")
-        part = module.get_submodule(path)
-        held = part._parameters if own in part._parameters else part._buffers
-        before[name], held[own] = held[own], tensor
-    return before
