@@ -30,11 +30,12 @@ from engine.settings import resolve
 from router.config import ServeConfig
 from router.errors import ApiError
 from router.mesh import ServedModel
+from router.offline.adapters import Adapters, PromptAdapters
 from router.offline.config import llm_config
 from router.offline.inputs import Job, JobMaker, as_conversations, as_prompts, in_users_terms, one_per_prompt
 from router.offline.mesh import PrivateMesh
 from router.offline.outputs import RequestOutput, scores_of
-from router.offline.params import LoRARequest, SamplingParams
+from router.offline.params import SamplingParams
 from router.offline.progress import progress_bar
 from router.offline.run import run_jobs
 from router.offline.weights import update_command
@@ -53,10 +54,6 @@ With so many, no batch waits for the next prompt.
 """
 
 Message = Mapping[str, Any]
-
-
-Adapters = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts, one for each, or none."""
 
 
 class LLM:
@@ -127,6 +124,7 @@ class LLM:
         self._config = config
         self._model = text_model or load_text_model(served, config.http)
         self._chance = random.SystemRandom() if config.http.seed is None else random.Random(config.http.seed)
+        self._adapters = PromptAdapters(self._mesh.load_adapter, is_enabled=config.engine.lora.enable_lora)
         self._preparing = threading.Lock()
         self._numbers = itertools.count()
         logger.info("%r ready after %.1f s", self, time.monotonic() - began)
@@ -165,14 +163,15 @@ class LLM:
         ``prompts``: a text, a list of token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` (both
         with an optional ``cache_salt``), or a list of any of those. ``sampling_params``: one for all, or one
         per prompt; None: the model's defaults. ``use_tqdm``: a progress bar, or a class that makes one.
-        ``lora_request``: the low-rank adapter of all prompts, or one for each; those of ``lora_modules``.
+        ``lora_request``: the low-rank adapter of all prompts, or one for each; with a ``lora_path`` it is
+        loaded, if it is not served.
 
         Raises:
             ValueError, TypeError: a prompt or parameter that cannot be used; nothing has been generated then.
             GenerationError, EngineDeadError: the mesh could not finish.
         """
         given = as_prompts(prompts)
-        adapters = _adapters_of(lora_request, len(given), self._model.served)
+        adapters = self._adapters_of(lora_request, len(given))
         params = self._params_of(sampling_params, len(given))
         priorities = one_per_prompt(0 if priority is None else priority, len(given), "priority")
         maker = self._maker(self._model)
@@ -202,7 +201,7 @@ class LLM:
         ``chat_template``: a Jinja file, or the template itself, instead of the model's.
         """
         conversations = as_conversations(messages)
-        adapters = _adapters_of(lora_request, len(conversations), self._model.served)
+        adapters = self._adapters_of(lora_request, len(conversations))
         params = self._params_of(sampling_params, len(conversations))
         maker = self._maker(self._model if chat_template is None else self._with_template(chat_template))
 
@@ -286,6 +285,12 @@ class LLM:
 
     # ---- helpers
 
+    def _adapters_of(self, given: Adapters, count: int) -> list[str]:
+        """Name of each prompt's adapter; empty for none."""
+        names, served = self._adapters.names(given, count, self._model.served)
+        self._model.follow(served)
+        return names
+
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
@@ -344,26 +349,6 @@ class LLM:
     def _close(self, *, waits_for_others: bool) -> None:
         self._finalizer.detach()
         self._mesh.close(waits_for_others=waits_for_others)
-
-
-def _adapters_of(given: Adapters, count: int, served: ServedModel) -> list[str]:
-    """Name of each prompt's adapter; empty for none.
-
-    Raises:
-        ValueError: one is not served.
-        TypeError: something that is no :class:`LoRARequest`.
-    """
-    names = []
-    for each in one_per_prompt(given, count, "lora_request"):
-        if each is not None and not isinstance(each, LoRARequest):
-            raise TypeError(f"lora_request must be a LoRARequest, or a list of them, not {each!r:.60}")
-        if each is not None and all(other.name != each.lora_name for other in served.adapters):
-            raise ValueError(
-                f"there is no adapter {each.lora_name!r}: LLM(..., enable_lora=True, "
-                f"lora_modules=['{each.lora_name}=DIRECTORY']) serves it"
-            )
-        names.append("" if each is None else each.lora_name)
-    return names
 
 
 def _local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]:

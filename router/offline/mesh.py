@@ -26,7 +26,7 @@ import uvloop
 
 from coordinator.addresses import is_ipv6
 from coordinator.config import MeshConfig
-from coordinator.messages import Member, Settings, State, UpdateWeights
+from coordinator.messages import AdapterSource, LoadAdapter, Member, Settings, State, UpdateWeights
 from coordinator.process import process
 from coordinator.rpc import keys, own_key
 from parallel.devices import cuda_devices
@@ -170,6 +170,25 @@ class PrivateMesh:
     def update_weights(self, wish: UpdateWeights) -> str:
         """Have all instances go over to other weights; raises as :func:`.carry_out` does."""
         return self.call(carry_out(self._config.mesh.coordinator_endpoint, self._keys, wish))
+
+    def load_adapter(self, wish: LoadAdapter) -> tuple[AdapterSource, ...]:
+        """Have all instances serve an adapter; raises as :func:`.carry_out` does.
+
+        Returns:
+            All adapters of the mesh.
+        """
+        return self.call(self._load_adapter(wish))
+
+    async def _load_adapter(self, wish: LoadAdapter) -> tuple[AdapterSource, ...]:
+        await carry_out(self._config.mesh.coordinator_endpoint, self._keys, wish)
+        deadline = time.monotonic() + CONNECT_TIMEOUT
+        while True:  # this process learns of it, too
+            view, found = self.client.view, self.client.model
+            if found is not None and view is not None and wish.command in view.orders.adapters.commands:
+                return found.adapters
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"adapter {wish.name!r} is loaded, but not known here yet")
+            await asyncio.sleep(POLL_INTERVAL)
 
     def close(self, *, waits_for_others: bool = True) -> None:
         """End all processes.

@@ -20,13 +20,15 @@ FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """Choice of a low-rank adapter, as in vLLM: by its name among ``lora_modules``."""
+    """Choice of a low-rank adapter, as in vLLM: by its name, or its name and directory."""
 
     lora_name: str
     lora_int_id: int = 0
     """Not used: names are enough."""
     lora_path: str = ""
-    """Not used: ``lora_modules`` has the directory."""
+    """Directory of one that is not among ``lora_modules``: it is loaded, and served from then on."""
+    load_inplace: bool = False
+    """Whether the name means what the directory has now, whatever it meant before."""
 
 
 class SamplingParams(SamplingFields, kw_only=True):

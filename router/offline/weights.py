@@ -1,4 +1,4 @@
-"""New weights for the mesh of an ``LLM``: one command, until all instances follow."""
+"""New weights and adapters for the mesh of an ``LLM``: one command, until all instances follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 
 from coordinator.commands import ask
 from coordinator.membership.operations import ACCEPTED, DONE
-from coordinator.messages import InFlight, UpdateWeights
+from coordinator.messages import InFlight, LoadAdapter, UpdateWeights
 from coordinator.rpc.keys import MeshKeys
 
 ASK_INTERVAL = 0.02
@@ -29,11 +29,11 @@ def update_command(path: str, label: str, in_flight: str) -> UpdateWeights:
     return UpdateWeights(command=uuid.uuid4().hex, source=path, label=label, in_flight=InFlight(in_flight))
 
 
-async def carry_out(endpoint: str, keys: MeshKeys | None, wish: UpdateWeights) -> str:
+async def carry_out(endpoint: str, keys: MeshKeys | None, wish: UpdateWeights | LoadAdapter) -> str:
     """Repeat a command until all instances follow; returns the coordinator's last answer.
 
     Raises:
-        ValueError: the weights cannot be used; the old ones go on.
+        ValueError: the weights, or the adapter, cannot be used; the old ones go on.
         TimeoutError: instances have not gone over yet, though they may.
     """
     async with asyncio.timeout(UPDATE_TIMEOUT):
@@ -45,5 +45,6 @@ async def carry_out(endpoint: str, keys: MeshKeys | None, wish: UpdateWeights) -
             if answer.status == DONE:
                 return answer.text
             if answer.status != ACCEPTED:
-                raise ValueError(f"the weights are not used: {answer.text}")
+                what = "weights are" if isinstance(wish, UpdateWeights) else f"adapter {wish.name!r} is"
+                raise ValueError(f"the {what} not used: {answer.text}")
             await asyncio.sleep(ASK_INTERVAL)

@@ -180,7 +180,7 @@ TAG_DIGITS = 11
 
 
 class TaggedAdapters:
-    """Adapters whose parts of spread experts are laid out, by a tag that all instances know."""
+    """Adapters laid out for spread experts, by a tag that all instances know."""
 
     def __init__(self, room: int) -> None:
         self.tags = np.zeros(room, np.int64)

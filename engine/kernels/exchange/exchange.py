@@ -119,7 +119,7 @@ class ExpertExchange:
         return record
 
     def held(self, layer: int) -> Int64s:
-        """Numbers of the experts here, in the order of their parts; kept as long as this exchange."""
+        """Numbers of the experts here, in the order of their rows; kept here."""
         mine = self._replicas.mine[self._replicas.row_of(layer)]
         return self._held.setdefault(layer, np.array(mine, np.int64))
 

@@ -257,9 +257,9 @@ class Writer:
     def adapted_experts(
         self, site: PackedSite | None, into: Rows, begins: Any, count: int, here: Int64s | None
     ) -> np.ndarray[Any, Any] | None:
-        """The same for rows that are sorted by expert; ``begins``: the first one of each of ``count``.
+        """The same for rows that are sorted by expert.
 
-        ``here``: numbers of these experts, where they are spread.
+        ``begins``: the first one of each of ``count``; ``here``: their numbers, where they are spread.
         """
         if site is None or not self.adapts_experts(site):
             return None

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
+from lockstep import LLM, LoRARequest, SamplingParams
 from router.capsule import FIELD
 from router.tools.replay.command import main as replay
 from tests.engine.adapters.made_adapters import PROJECTIONS, make_adapter
@@ -223,3 +224,19 @@ def test_an_adapter_that_cannot_be_served_ends_the_start(adapted: Adapted, tmp_p
         assert command.end() != 0
         assert "has rank 8: --max-lora-rank is 4" in command.log
         assert "Traceback" not in command.log
+
+
+@pytest.mark.nightly
+def test_a_python_program_loads_an_adapter_by_its_directory(adapted: Adapted) -> None:
+    given = prompts()
+    requests = [LoRARequest(name, 1, str(adapted.places[name])) if name else None for name, _ in given]
+    ids = [{"prompt_token_ids": prompt} for _, prompt in given]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    flags: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 600, "max_loras": 2}
+    with LLM(str(adapted.model), data_parallel_size=2, enable_lora=True, log_level="error", **flags) as llm:
+        outputs = llm.generate(ids, params, use_tqdm=False, lora_request=requests)
+        broken = LoRARequest("broken", 2, str(adapted.model))
+        with pytest.raises(ValueError, match="is no adapter"):
+            llm.generate(ids[:1], params, lora_request=broken)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [adapted.truth(name, prompt, TOKENS) for name, prompt in given]

@@ -12,9 +12,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import lockstep
+from coordinator.messages import AdapterSource, LoadAdapter
 from engine.messages import Delta, FinishReason
 from engine.settings import resolve
 from router.config import ServeConfig
@@ -177,6 +179,11 @@ class ScriptedMesh:
         self.client = self.mesh
         self.metrics = Metrics(self.mesh)
         self.is_alive = False
+        self.loads: list[LoadAdapter] = []
+
+    def load_adapter(self, wish: LoadAdapter) -> tuple[AdapterSource, ...]:
+        self.loads.append(wish)
+        return (AdapterSource(wish.name, wish.path, f"digest {len(self.loads)}"),)
 
     def start(self) -> None:
         self.is_alive = True
@@ -262,6 +269,24 @@ def test_no_more_than_so_many_are_in_flight(mesh: FakeMesh, make_llm: Make) -> N
         most = 0
         llm.generate([[9]] * 10, SamplingParams(n=4, max_tokens=2), use_tqdm=False)
         assert most == 4, "at least one prompt, whatever its samples"
+
+
+def test_an_adapter_with_a_directory_is_loaded_once(mesh: FakeMesh, make_llm: Make) -> None:
+    poet, other = LoRARequest("poet", 1, "/adapters/poet"), LoRARequest("poet", 2, "/adapters/other")
+    with make_llm(enable_lora=True) as llm:
+        loads = llm._mesh.loads  # type: ignore[attr-defined]
+        llm.generate(["a", "b"], use_tqdm=False, lora_request=[poet, None])
+        llm.generate(["a"], use_tqdm=False, lora_request=poet)
+        llm.generate(["a"], use_tqdm=False, lora_request=LoRARequest("poet"))
+        assert [(each.name, each.path, each.in_place) for each in loads] == [("poet", poet.lora_path, False)]
+        assert [prompt.adapter for prompt in mesh.prompts] == ["digest 1", "", "digest 1", "digest 1"]
+        with pytest.raises(ValueError, match="is served from /adapters/poet, not from /adapters/other"):
+            llm.generate(["a"], lora_request=other)
+        llm.generate(["a"], use_tqdm=False, lora_request=msgspec.structs.replace(other, load_inplace=True))
+        assert [each.in_place for each in loads] == [False, True]
+        assert mesh.prompts[-1].adapter == "digest 2"
+        with pytest.raises(ValueError, match="there is no adapter 'clerk'"):
+            llm.generate(["a"], lora_request=LoRARequest("clerk"))
 
 
 def test_adapters_that_are_not_served_are_refused(mesh: FakeMesh, make_llm: Make) -> None:
