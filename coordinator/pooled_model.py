@@ -6,6 +6,7 @@ Instances find them in the checkpoint; routers get them with the settings of the
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -44,13 +45,13 @@ class PooledModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Without, a score is the cosine of two embeddings.
     """
     has_segments: bool = False
-    """Whether it has token type ids: 0 for the first text of a pair, 1 for the second."""
+    """Whether it has token type ids, which tell the texts of a pair apart."""
     prompts: dict[str, str] = {}
     """Texts to put before inputs, by name (``config_sentence_transformers.json``)."""
     default_prompt: str = ""
     """Name of the prompt where a request names none; empty for none."""
-    convert: str = ""
-    """``--convert`` as resolved: embed, classify or reward."""
+    convert: Literal["embed", "classify", "reward"] = "embed"
+    """``--convert`` as resolved."""
     pooling: str = ""
     """How tokens become one answer: cls, mean, last or all."""
     normalizes: bool = False

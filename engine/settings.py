@@ -27,6 +27,8 @@ from engine.model.checkpoint import (
 from engine.model.finding import find_model
 from engine.model.state_limits import check_states
 from engine.model.weight_set import check_weights
+from engine.pooling.detection import as_pooling, find_pooling
+from engine.pooling.flags import check_flags, for_pooling
 from engine.speculation.draft_source import find_draft
 from parallel.pipeline_parallel import check_split
 from parallel.placement import assign_experts
@@ -70,6 +72,7 @@ def resolve(
         performance_mode=config.scheduler.performance_mode,
         quantization=config.model.online or "",
         lora=_lora(config.lora, model.served_model_name or (model.model or SHIPPED_MODEL,), unread=unread),
+        pooling=info.pooling,
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -131,9 +134,13 @@ def _find(config: EngineConfig) -> ModelInfo:
     found: list[ModelInfo] = []
 
     def check(directory: Path) -> None:
-        check_servable(directory, trust_remote_code=model.trust_remote_code)
+        pooled = find_pooling(directory, config.pooling)
+        if pooled is None:
+            check_servable(directory, trust_remote_code=model.trust_remote_code)
+        else:
+            check_flags(config)
         check_quantization(directory, model.quantization, reads_weights=model.reads_weights)
-        info = read_model_info(directory, weights=False)
+        info = as_pooling(read_model_info(directory, weights=False), pooled)
         _check_sharding(config.device, info)
         _context_length(model.max_model_len, info)
         found.append(info)
@@ -158,7 +165,7 @@ def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
     spreads = settings.enable_expert_parallel
-    return msgspec.structs.replace(
+    adopted = msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(
             config.model,
@@ -186,6 +193,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             mesh_transport=settings.mesh_transport,
         ),
     )
+    return for_pooling(adopted, settings.pooling)
 
 
 def with_adapters(settings: Settings, changed: AdapterList) -> Settings:

@@ -162,7 +162,10 @@ class StepResult(msgspec.Struct, frozen=True):
     routed_experts: dict[int, RoutedExperts] = {}
     """Experts of a row's tokens, refused drafts included, by row that keeps them."""
     pooled: dict[int, Pooled] = {}
-    """Answers to pooled requests by row, of those that are finite numbers; their tokens count for nothing."""
+    """Answers to pooled requests, by row.
+
+    A row without one had numbers that are not finite. The tokens of these rows count for nothing.
+    """
 
 
 class KVSpec(msgspec.Struct, frozen=True):

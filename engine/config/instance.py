@@ -14,6 +14,7 @@ from engine.config.device import DeviceConfig
 from engine.config.lora import LoraConfig
 from engine.config.model import ModelConfig
 from engine.config.nodes import NodesConfig, check_keys
+from engine.config.pooling import PoolingConfig
 from engine.config.scheduler import SchedulerConfig
 
 
@@ -25,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     lora: LoraConfig = LoraConfig()
+    pooling: PoolingConfig = PoolingConfig()
     nodes: NodesConfig = NodesConfig()
     drain_timeout: Annotated[
         float,

@@ -48,6 +48,10 @@ def make_executor(
     Raises:
         engine.executor_contract.CannotStart: Ray is asked for and missing.
     """
+    if info.pooling is not None:
+        from engine.pooling.pooling_executor import PoolingExecutor
+
+        return PoolingExecutor(config, info, threads)
     if config.device.uses_processes:
         share = Share(threads, tuple(cores))
         if place is not None:

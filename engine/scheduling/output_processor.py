@@ -84,7 +84,7 @@ class OutputProcessor:
                 request.note_experts(found)
 
     def _end_pooled(self, request: Request, pooled: Pooled | None) -> RowOutput:
-        """End a pooled request with its answer; None: it had a number that is not finite."""
+        """End a pooled request with its answer; None: it was not finite."""
         self._totals.on_first_token(request)
         request.pooled = pooled
         if pooled is None:

@@ -212,9 +212,8 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "system_fingerprint is the numerics class of the instance that answers: leave it out": {
         "fingerprint-mode": (), "fingerprint-value": (),
     },
-    "only causal language models are served, for text: leave it out": {
-        "runner": ("auto", "generate"), "task": ("auto", "generate"), "convert": ("auto", "none"),
-        "pooler-config": ("{}",), "override-pooler-config": ("{}",),
+    "what a model answers with is chosen by --runner, --convert and --pooler-config": {
+        "task": ("auto", "generate"), "override-pooler-config": ("{}",),
     },
     "tokenizer.json is what is read: give --tokenizer a directory that has it": {
         "tokenizer-mode": ("auto", "hf"),
