@@ -132,7 +132,7 @@ class HeldAdapters:
 
 
 READ_AHEAD = 8
-"""Adapters in memory beside those of the mesh: read for a load, or not dropped yet."""
+"""Adapters in memory beside those of the mesh: being loaded, or not dropped yet."""
 
 
 def tag_of(digest: str) -> int:

@@ -127,7 +127,7 @@ class StepExchange:
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
             ids, scores, tags = layer.ids[:tokens], layer.scores[:tokens], None
-            if self.products.tagged is not None:
+            if self.products.tagged is not None and self._experts.group is not None:  # else being tried out
                 ids, tags = ids & ((1 << EXPERT_BITS) - 1), ids[:, 0] >> EXPERT_BITS
             given = self._experts.forward(layer.moe.experts, rows, ids, scores, combine, tags)
             given = given if layer.factor == 1.0 else given * layer.factor

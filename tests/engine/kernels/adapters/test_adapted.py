@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from tests.engine.kernels.test_kernels import BLOCK_SIZE, NUM_BLOCKS, packed_row
 from tests.engine.native_families import make_family
 
 KERNELS = library.load()
-ROOM = AdapterRoom(adapters=3, rank=40)
+ROOM = AdapterRoom(adapters=8, rank=40)
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no native kernels here")
 
+NINE = np.arange(63, dtype=np.int32).reshape(9, 7)
 EACH = "each expert"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -96,7 +98,9 @@ class Served:
         self.program.sites.put(number, {keys[name]: part for name, part in adapter.parts.items()})
 
     def logits(self, rows: list[tuple[int, int, int]], adapters: list[int]) -> torch.Tensor:
-        packed, ids = packed_rows(rows)
+        packed, ids = packed_rows([(request % 8, start, count) for request, start, count in rows])
+        if any(request > 7 for request, _, _ in rows):  # seven blocks each, so that there are enough
+            packed = replace(packed, block_tables=NINE[[request for request, _, _ in rows]])
         numbers = np.array(adapters) if any(adapters) else None
         wanted = np.arange(len(ids))
         return self.program.forward(replace(packed, adapters=numbers), ids, wanted).clone()
@@ -143,6 +147,22 @@ def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(served: Served)
         request, _, count = row
         in_chunks = torch.cat([served.logits([(request, at, 1)], [number]) for at in range(count)])
         assert torch.equal(in_chunks, alone)
+
+
+def test_eight_adapters_and_the_model_share_a_step(served: Served) -> None:
+    """The last five are the first three with other scalings."""
+    for number in range(4, 9):
+        parts = served.adapters[number % 3 + 1].parts
+        changed = {name: part._replace(scaling=part.scaling * number / 10) for name, part in parts.items()}
+        served.put(number, Adapter(40, changed))
+    rows = [(request, 0, 2 + 3 * request % 7) for request in range(9)]
+    numbers = [3, 8, 0, 5, 1, 7, 2, 6, 4]
+    together = served.logits(rows, numbers).split([count for _, _, count in rows])
+    for row, number, expected in zip(rows, numbers, together, strict=True):
+        assert torch.equal(served.logits([row], [number]), expected), number
+    of_one_prompt = [served.logits([(0, 0, 5)], [number]) for number in range(9)]
+    for each, other in itertools.combinations(of_one_prompt, 2):
+        assert not torch.equal(each, other)
 
 
 @pytest.mark.parametrize("kind", ["avx512", "avx2"])

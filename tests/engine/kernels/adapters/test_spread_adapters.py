@@ -16,8 +16,7 @@ from engine.adapters.held import HeldAdapters
 from engine.kernels.adapters.sites import AdapterRoom
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
-from engine.kernels.decoder import recognise
-from engine.kernels.program import Program
+from engine.kernels.make import make_program
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from tests.engine.adapters.made_adapters import make_adapter
 from tests.engine.kernels.exchange.test_native_exchange import CACHE, Member, together
@@ -50,10 +49,9 @@ class AdaptedMember(Member):
 
     def __init__(self, directory: Path, rank: int, size: int, dtype: torch.dtype) -> None:
         super().__init__(directory, rank, size, dtype)
-        assert KERNELS is not None
-        decoder = recognise(self.model.module, self.model.layers, dtype)
-        room = AdapterRoom(adapters=2, rank=16, held=4)
-        self.program = Program(KERNELS, decoder, self.model.experts, adapters=room)
+        program = make_program(self.model, CACHE["block_size"], AdapterRoom(adapters=2, rank=16, held=4))
+        assert program is not None, "it was tried out before there was a group"
+        self.program = program
         self.program.use(NativeCache(self.model.layers, dtype=dtype, **CACHE))
         if size > 1:
             self.program.spread()
