@@ -104,6 +104,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
     admin_host: Annotated[str, flag(help="Address of the admin API, with --admin-port.")] = "127.0.0.1"
     admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: it has none.")] = None
+    admin_port_serves_all: Annotated[
+        bool,
+        flag(
+            help="The admin port has the endpoint's paths, too, for trainers whose clients know one address "
+            "and no key. Without --admin-api-key only."
+        ),
+    ] = False
     admin_api_key: Annotated[
         tuple[str, ...],
         flag(

@@ -333,7 +333,14 @@ def _app(
         logger.warning("clients may load and unload adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING)")
         keys_of_clients = config.http.api_key
         adapters = KeyCheck(admin, keys_of_clients, Refusals()) if keys_of_clients else admin
-    gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key, adapters=adapters)
+    gate = AdminGate(
+        endpoint,
+        admin,
+        port=port,
+        keys=config.http.admin_api_key,
+        adapters=adapters,
+        serves_all=config.http.admin_port_serves_all,
+    )
     work: StoreWork | None = endpoint.state.work
     return (RootPath(gate, prefix) if prefix else gate), work
 

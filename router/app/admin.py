@@ -355,8 +355,8 @@ def make_admin_app(
 class AdminGate:
     """Routes ``/admin`` to the admin application after a key check, the rest to the endpoint's.
 
-    The admin port has nothing but the admin API and paths without authentication (health, metrics). On the
-    endpoint's port the admin API exists only if it has keys.
+    Unless ``serves_all``, the admin port has nothing but the admin API and paths without authentication
+    (health, metrics). On the endpoint's port the admin API exists only if it has keys.
     """
 
     def __init__(
@@ -367,8 +367,13 @@ class AdminGate:
         port: int | None,
         keys: Sequence[str],
         adapters: ASGIApp | None = None,
+        serves_all: bool = False,
     ) -> None:
-        """``adapters`` answers the paths of adapters on the endpoint's port, without ``keys``; None: 404."""
+        """``adapters`` answers the paths of adapters on the endpoint's port, without ``keys``; None: 404.
+
+        ``serves_all``: the admin port has the endpoint's paths, too.
+        """
+        self._serves_all = serves_all and not keys
         self._adapters = adapters
         self._endpoint = endpoint
         self._admin = admin
@@ -386,19 +391,27 @@ class AdminGate:
         is_admin = path in ADMIN_PATHS or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
-            if on_admin_port and path not in OPEN_PATHS:
+            if not on_admin_port or path in OPEN_PATHS:
+                return self._endpoint
+            if not self._serves_all:
                 return self._refused(scope, ApiError(404, f"{path} is not on the admin port."))
-            return self._endpoint
+            return self._without_key(scope, self._endpoint)
         if self._checked is not None:
             return self._checked
         if not on_admin_port:
             is_open = self._adapters is not None and path in ADAPTER_PATHS
             return self._adapters if is_open and self._adapters is not None else self._endpoint
-        # A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
+        return self._without_key(scope, self._admin)
+
+    def _without_key(self, scope: Scope, app: ASGIApp) -> ASGIApp:
+        """An application on the admin port, but for web pages.
+
+        A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
+        """
         if any(name == b"origin" for name, _ in scope["headers"]) or foreign_host(scope) is not None:
             message = "Web pages, and other sites, may use the admin API only with --admin-api-key."
             return self._refused(scope, ApiError(403, message))
-        return self._admin
+        return app
 
     def _refused(self, scope: Scope, error: ApiError) -> ASGIApp:
         self._refusals.add(scope["method"], scope["path"], error)

@@ -29,7 +29,7 @@ from router.errors import ApiError
 from router.http.request_path import without_prefix, without_slash
 from router.signing.keys import KEYS_PATH
 
-PROBES = frozenset({"/health", "/ping", "/livez"})
+PROBES = frozenset({"/health", "/health_generate", "/ping", "/livez"})
 """Paths that probes may use with any host name of this server.
 
 Their answers hold nothing else.

@@ -17,6 +17,7 @@ from router.api.ollama.wire import (
     OllamaGenerateRequest,
     OllamaTextLine,
 )
+from router.api.rendering import RenderedRequest
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
 from router.api.token_generation import Generated, GenerateRequest
 from router.app.fault_status import FaultStatus
@@ -97,6 +98,12 @@ OPERATIONS = [
         messages.CountTokensRequest, messages.TokenCount,
     ),
     Operation(
+        "post", "/v1/chat/completions/render", "A chat as token ids", ChatRequest, RenderedRequest
+    ),
+    Operation("post", "/v1/completions/render", "A completion as token ids", CompletionRequest),
+    Operation("post", "/skyrl/v1/generate", "Token ids and experts", GenerateRequest, Generated),
+    Operation("post", "/finish_session", "Nothing; for SkyRL's client"),
+    Operation(
         "post", "/inference/v1/generate", "Token ids to token ids", GenerateRequest, Generated, True
     ),
     Operation("post", "/generate", "Text or token ids to both", NativeRequest, NativeOutput, True),
@@ -127,6 +134,7 @@ OPERATIONS = [
     Operation("get", "/load", "Requests being generated for", None, ServerLoad, is_open=True),
     Operation("get", KEYS_PATH, "Public keys that sign capsules", None, PublicKeys, is_open=True),
     Operation("get", "/health", "200 while an instance is ready", is_open=True),
+    Operation("get", "/health_generate", "The same as /health", is_open=True),
     Operation("get", "/livez", "200 while this router answers at all", is_open=True),
     Operation("get", "/ping", "The same as /health", is_open=True),
     Operation("post", "/ping", "The same as /health", is_open=True),

@@ -47,6 +47,7 @@ PATHS = frozenset(
         "/continue_generation",
         "/flush_cache",
         "/abort_request",
+        "/abort_requests",
         "/update_weights_from_disk",
         "/get_world_size",
     }
@@ -91,6 +92,21 @@ class AbortRequest(msgspec.Struct):
     abort_all: bool = False
 
 
+class AbortRequests(msgspec.Struct):
+    """Body of vLLM's ``/abort_requests``."""
+
+    request_ids: Annotated[list[str], msgspec.Meta(max_length=100)] | None = None
+    """Ids of answers, or the requests' own; None: all."""
+
+
+class AbortedRequests(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/abort_requests``."""
+
+    aborted: int
+    """Ids that were given; those of no request count, too."""
+    status: Literal["aborted"] = "aborted"
+
+
 class ContinueGeneration(msgspec.Struct):
     """Body of SGLang's ``/continue_generation``."""
 
@@ -133,6 +149,7 @@ class WorldSize(msgspec.Struct, frozen=True):
 _read_abort = decoder(AbortRequest)
 _read_update = decoder(UpdateFromDisk)
 _read_pause = decoder(PauseGeneration)
+_read_aborts = decoder(AbortRequests)
 _read_continue = decoder(ContinueGeneration)
 ANSWER_PREFIXES = ("", "cmpl-", "chatcmpl-", "generate-tokens-", "resp_", "msg_")
 """What ids of answers begin with, before the id of the request."""
@@ -157,6 +174,7 @@ class RolloutEndpoints:
             Route("/continue_generation", self.continue_generation, methods=["POST"]),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
             Route("/abort_request", self.abort_request, methods=["POST"]),
+            Route("/abort_requests", self.abort_requests, methods=["POST"]),
             Route("/update_weights_from_disk", self.update_from_disk, methods=["POST"]),
             Route("/get_world_size", self.world_size, methods=["GET"]),
         ]
@@ -199,11 +217,21 @@ class RolloutEndpoints:
         wanted = _read_abort(await read_body(request, BODY_LIMITS))
         if not (wanted.rid or wanted.abort_all):
             raise ApiError(400, "give the rid of a request, or abort_all.", param="rid")
-        names = [prefix + wanted.rid for prefix in ANSWER_PREFIXES if wanted.rid]
-        missing = await self._mesh.end_requests(names, ABORT_TIMEOUT, everything=wanted.abort_all)
+        await self._end([wanted.rid] if wanted.rid else [], everything=wanted.abort_all)
+        return Response()
+
+    async def abort_requests(self, request: Request) -> Response:
+        """vLLM's path: without ids, all requests end."""
+        wanted = _read_aborts(await read_body(request, BODY_LIMITS) or b"{}")
+        ids = wanted.request_ids or []
+        await self._end(ids, everything=not ids)
+        return json_answer(AbortedRequests(len(ids)))
+
+    async def _end(self, ids: Sequence[str], *, everything: bool) -> None:
+        names = [prefix + each for each in ids for prefix in ANSWER_PREFIXES]
+        missing = await self._mesh.end_requests(names, ABORT_TIMEOUT, everything=everything)
         if missing:
             raise unavailable(f"these instances have not answered: {', '.join(sorted(missing))}")
-        return Response()
 
     async def world_size(self, request: Request) -> Response:
         """Workers of all instances that serve; of one with ``include_dp=false``."""

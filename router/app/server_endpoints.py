@@ -35,6 +35,10 @@ class ServerEndpoints:
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self._mesh.healthy else 503)
 
+    async def nothing(self, _request: Request) -> Response:
+        """SkyRL's ``/finish_session``: sessions hold nothing that could be given back."""
+        return json_response(b"{}")
+
     async def alive(self, _request: Request) -> Response:
         """``GET /livez``: 200 from any router whose event loop runs.
 

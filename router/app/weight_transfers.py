@@ -48,6 +48,10 @@ MOST_NUMBERS = 10_000
 SEGMENTS = Path("/dev/shm")
 """Where Linux shows named segments of shared memory."""
 SEGMENT = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9._-]{0,200})")
+WORKER_METHODS = (
+    "skyrl_start_weight_update", "update_weights_nccl", "update_weights_ipc", "skyrl_finish_weight_update",
+)  # fmt: skip
+"""What ``/collective_rpc`` takes; no other method of anything is called."""
 UNLABELLED = "default"
 """Label of the weights that a mesh was started with."""
 TRANSFER_PATHS = frozenset(
@@ -56,6 +60,7 @@ TRANSFER_PATHS = frozenset(
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",
+        "/collective_rpc",
         "/shutdown_weight_transfer_engine",
         "/weight_info",
         "/weight_checker",
@@ -109,6 +114,22 @@ class FinishUpdate(msgspec.Struct):
     """Label of the version; None: its number."""
     in_flight: Literal["keep", "recompute", "abort", "finish"] = "keep"
     """What becomes of requests in flight; vLLM has no such field."""
+
+
+class WorkerCall(msgspec.Struct):
+    """Body of vLLM's ``/collective_rpc``."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+    """Without effect: each call has a limit of its own."""
+
+
+class CallResults(msgspec.Struct, frozen=True):
+    """Answer of vLLM's ``/collective_rpc``."""
+
+    results: list[None]
 
 
 class TensorUpdate(msgspec.Struct):
@@ -171,6 +192,7 @@ _read_init = decoder(InitTransfer)
 _read_start = decoder(StartUpdate)
 _read_part = decoder(UpdatePart)
 _read_finish = decoder(FinishUpdate)
+_read_call = decoder(WorkerCall)
 _read_tensors = decoder(TensorUpdate)
 _read_check = decoder(CheckWeights)
 _read_name = decoder(NamedWeights)
@@ -256,6 +278,7 @@ class TransferEndpoints:
             Route("/start_weight_update", self.start, methods=post),
             Route("/update_weights", self.update, methods=post),
             Route("/finish_weight_update", self.finish, methods=post),
+            Route("/collective_rpc", self.call_workers, methods=post),
             Route("/shutdown_weight_transfer_engine", self.shut_down, methods=post),
             Route("/weight_info", self.weight_info, methods=["GET"]),
             Route("/weight_checker", self.check, methods=both),
@@ -282,13 +305,39 @@ class TransferEndpoints:
         return json_answer(TransferStatus("Weight update started"))
 
     async def update(self, request: Request) -> Response:
-        wanted = _read_part(await read_body(request, NAMES_LIMITS)).update_info
-        self._transfer.add(_part(wanted))
+        self._add(_read_part(await read_body(request, NAMES_LIMITS)).update_info)
         return json_answer(TransferStatus("Weights updated"))
 
     async def finish(self, request: Request) -> Response:
         """All instances go over to the version with these parts; 400 where that is abandoned."""
-        wanted = _read_finish(await read_body(request, BODY_LIMITS) or b"{}")
+        await self._finish(request, _read_finish(await read_body(request, BODY_LIMITS) or b"{}"))
+        return json_answer(TransferStatus("Weight update finished"))
+
+    async def call_workers(self, request: Request) -> Response:
+        """vLLM's ``/collective_rpc``, for the methods that SkyRL's client calls and no others."""
+        wanted = _read_call(await read_body(request, NAMES_LIMITS))
+        match wanted.method:
+            case "skyrl_start_weight_update":
+                _given(wanted, {"is_checkpoint_format": bool})
+                if wanted.kwargs.get("is_checkpoint_format") is False:
+                    raise ApiError(400, "weights have the checkpoint's names here", param="kwargs")
+                self._transfer.begin()
+            case "update_weights_nccl" | "update_weights_ipc":
+                self._add(_info_of(_given(wanted, {"update_info": dict})["update_info"]))
+            case "skyrl_finish_weight_update":
+                _given(wanted, {})
+                await self._finish(request, FinishUpdate())
+            case _:
+                known = ", ".join(WORKER_METHODS)
+                raise ApiError(
+                    400, f"{wanted.method!r:.80} is no method here: there are {known}", param="method"
+                )
+        return json_answer(CallResults([None]))
+
+    def _add(self, wanted: UpdateInfo) -> None:
+        self._transfer.add(_part(wanted))
+
+    async def _finish(self, request: Request, wanted: FinishUpdate) -> None:
         name = uuid.uuid4().hex
         parts = self._transfer.end()
         try:
@@ -297,7 +346,6 @@ class TransferEndpoints:
             if error.status != FAILED:
                 raise
             raise ApiError(400, str(error)) from error
-        return json_answer(TransferStatus("Weight update finished"))
 
     async def update_from_tensor(self, request: Request) -> Response:
         """SGLang's call with tensors in the body; pickled ones are refused."""
@@ -397,6 +445,38 @@ class TransferEndpoints:
     def _loaded_digest(self) -> str:
         """Digest of the weights that the mesh was started with; empty while unknown."""
         return next((each.weights for each in self._mesh.numerics()), "")
+
+
+def _given(call: WorkerCall, known: Mapping[str, type]) -> dict[str, Any]:
+    """Arguments of a call, all by name.
+
+    Raises:
+        ApiError: there are others, or they have other types (400).
+    """
+    are_right = all(isinstance(value, known.get(name, ())) for name, value in call.kwargs.items())
+    if call.args or not are_right or ("update_info" in known and "update_info" not in call.kwargs):
+        names = ", ".join(known) or "none"
+        raise ApiError(400, f"{call.method} has these arguments, by name: {names}", param="kwargs")
+    return call.kwargs
+
+
+def _info_of(given: dict[str, Any]) -> UpdateInfo:
+    """Where a part is, as JSON names it.
+
+    Raises:
+        ApiError: it is nowhere that is read (400).
+    """
+    if "ipc_handles_pickled" in given or "ipc_handles" in given:
+        raise ApiError(
+            400,
+            "pickled handles of device memory (ipc_handles_pickled) are not read: name a path or a segment "
+            "of shared_memory",
+            param="update_info",
+        )
+    try:
+        return msgspec.convert(given, UpdateInfo)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"update_info: {error}", param="update_info") from error
 
 
 def _part(wanted: UpdateInfo) -> Path:

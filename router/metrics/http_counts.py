@@ -25,7 +25,9 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 OTHER_METHOD = "OTHER"
 NO_HANDLER = "none"
 """Handler label of paths without a route."""
-WATCHING = frozenset({"/metrics", "/health", "/livez", "/load", "/ping", "/version", "/server_info"})
+WATCHING = frozenset(
+    {"/metrics", "/health", "/health_generate", "/livez", "/load", "/ping", "/version", "/server_info"}
+)
 """Paths of monitoring requests, which are not counted."""
 
 

@@ -121,10 +121,14 @@ def test_the_switch_is_vllms(variables: dict[str, str], loads: bool) -> None:
 
 
 def test_sglangs_answers_have_what_is_loaded(tmp_path: Path) -> None:
-    app = gate(Adapted(tmp_path), is_open=True)
+    world = Adapted(tmp_path)
+    app = gate(world, is_open=True)
     answer = ask(app, "POST", f"{ENDPOINT}/load_lora_adapter", **load("one"))
     expected = {"success": True, "error_message": "", "loaded_adapters": {"one": "/adapters/one"}}
     assert (answer.status_code, answer.json()) == (200, expected)
+    answer = ask(app, "POST", f"{ENDPOINT}/skyrl/v1/load_lora_adapter", **load("one"))
+    assert answer.json() == {"lora_name": "one", "status": "ok"}
+    assert world.wishes[-1].in_place
     answer = ask(app, "POST", f"{ENDPOINT}/load_lora_adapter", **load("bad"))
     expected |= {"success": False, "error_message": "because of this"}
     assert (answer.status_code, answer.json()) == (400, expected)

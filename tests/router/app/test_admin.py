@@ -310,6 +310,25 @@ def test_the_admin_port_has_nothing_else() -> None:
     assert ask(app, "GET", f"{ADMIN}/admin/drain").status_code == 405
 
 
+def test_a_trainer_with_one_address_has_all_paths_on_the_admin_port() -> None:
+    world = World(view(member("a", 0)))
+
+    def served(*keys: str) -> AdminGate:
+        http = HttpConfig(api_key=("client",))
+        admin = make_admin_app(world, Faults, world.command)
+        endpoint = make_app(FakeMesh(None, saying([])), http)
+        return AdminGate(endpoint, admin, port=9000, keys=keys, serves_all=True)
+
+    app, client = served(), bearer("client")
+    assert ask(app, "GET", f"{ADMIN}/get_load").status_code == 401
+    assert ask(app, "GET", f"{ADMIN}/get_load", headers=client).status_code == 200
+    assert ask(app, "GET", f"{ADMIN}/admin/world").status_code == 200
+    page = client | {"origin": "http://evil.example"}
+    assert ask(app, "GET", f"{ADMIN}/get_load", headers=page).status_code == 403
+    assert ask(app, "GET", f"{ENDPOINT}/admin/world", headers=client).status_code == 404
+    assert ask(served("root"), "GET", f"{ADMIN}/get_load", headers=client).status_code == 404
+
+
 def test_a_key_opens_it_on_both_ports_and_clients_keys_do_not() -> None:
     world = World(view(member("a", 0)))
     app = gate(world, "root", api_key="client")
@@ -511,6 +530,16 @@ def test_requests_that_are_to_end() -> None:
     assert ask(gate(world), "POST", url, json={}).status_code == 400
     world.missing = ["a"]
     assert ask(gate(world), "POST", url, json={"abort_all": True}).status_code == 503
+
+
+def test_requests_that_are_to_end_as_vllm_asks() -> None:
+    world = World(None)
+    url = f"{ADMIN}/abort_requests"
+    answer = ask(gate(world), "POST", url, json={"request_ids": ["x", "y"]})
+    assert answer.json() == {"aborted": 2, "status": "aborted"}
+    assert {"cmpl-x", "y", "chatcmpl-y"} < set(world.ended[0])
+    assert ask(gate(world), "POST", url, json={}).json()["aborted"] == 0
+    assert world.ended == ([], True)
 
 
 def test_an_answer_is_named_with_all_its_samples() -> None:

@@ -214,3 +214,38 @@ def test_checks_of_the_weights_in_use(trainer: Trainer) -> None:
 def test_they_are_for_trainers_alone(trainer: Trainer) -> None:
     for path in ("/start_weight_update", "/weight_info", "/update_weights_from_tensor"):
         assert ask(trainer.app, "POST", f"{ENDPOINT}{path}").status_code == 404
+
+
+def call(method: str, **arguments: Any) -> dict[str, Any]:
+    return {"method": method, "kwargs": arguments} if arguments else {"method": method}
+
+
+def test_an_update_as_skyrl_makes_it(trainer: Trainer) -> None:
+    path = trainer.part("p.safetensors", 2, "a")
+    done = {"results": [None]}
+    start = call("skyrl_start_weight_update", is_checkpoint_format=True)
+    assert trainer.post("/collective_rpc", start) == done
+    update = call("update_weights_ipc", update_info={"path": path})
+    assert trainer.post("/collective_rpc", update) == done
+    assert trainer.post("/collective_rpc", call("skyrl_finish_weight_update")) == done
+    assert trainer.first("a") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (call("load_model"), "no method"),
+        (call("__class__"), "no method"),
+        (call("skyrl_start_weight_update", is_checkpoint_format="yes"), "by name"),
+        (call("skyrl_start_weight_update", is_checkpoint_format=False), "names"),
+        (call("update_weights_ipc"), "by name"),
+        (call("update_weights_ipc", update_info={"ipc_handles_pickled": "gASV"}), "ipc_handles_pickled"),
+        (call("update_weights_nccl", update_info={"path": 3}), "update_info"),
+        (call("update_weights_nccl", update_info={"path": "/a"}, more=1), "by name"),
+        ({"method": "skyrl_finish_weight_update", "args": [1]}, "by name"),
+    ],
+)
+def test_calls_of_workers_are_few(trainer: Trainer, body: dict[str, Any], word: str) -> None:
+    answer = trainer.post("/collective_rpc", body, status=400)
+    assert word in answer["error"]["message"]
+    assert not trainer.world.wishes
