@@ -155,7 +155,9 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def own_mesh(context: int = 0, *, trains: bool = False) -> Iterator[dict[str, str]]:
-    """Start a mesh with everything that the checks ask for; for trainers' clients one without keys.
+    """Start a mesh with everything that the checks ask for.
+
+    ``trains``: without keys, for clients of trainers.
 
     Gives the variables that lead there.
     """
@@ -183,7 +185,7 @@ def own_mesh(context: int = 0, *, trains: bool = False) -> Iterator[dict[str, st
                     raise RuntimeError(f"the mesh did not start:\n{said}")
                 time.sleep(0.2)
             variables = _variables(f"http://127.0.0.1:{port}", "" if trains else key, limited)
-            yield variables | {"LOCKSTEP_TRAINER_URL": f"http://127.0.0.1:{admin_port}"}
+            yield variables | {"LOCKSTEP_TRAINER_URL": f"http://127.0.0.1:{admin_port}", "TMPDIR": folder}
         finally:
             process.terminate()
             process.wait(60)

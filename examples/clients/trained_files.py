@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
 
 
-def trained(path: Path, scale: float) -> Path:
+def trained(scale: float) -> Path:
     """A file with the first query projection of the served model, scaled.
+
+    It stays: instances that wake up, or join, read it.
 
     Needs nothing but Python: a bfloat16 is the upper half of a float32.
     """
@@ -25,6 +28,7 @@ def trained(path: Path, scale: float) -> Path:
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
         numbers = _scaled(data[begin:end], entry["dtype"], scale)
         head = json.dumps({names[0]: entry | {"data_offsets": [0, len(numbers)]}}).encode()
+        path = Path(tempfile.mkdtemp(prefix="trained-"), "part.safetensors")
         path.write_bytes(struct.pack("<Q", len(head)) + head + numbers)
         return path
     raise AssertionError(f"{found} have no such projection")

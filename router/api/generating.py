@@ -34,12 +34,11 @@ from router.api.chat import ChatAnswer
 from router.api.completions import CompletionAnswer
 from router.api.headers import key_of
 from router.api.native_generation import NativeAnswer
-from router.api.rendering import RenderedRequest, rendered
 from router.api.responses import request as responses_request
 from router.api.responses.answer import ResponsesAnswer
 from router.api.responses.wire import InputTokens
 from router.api.stored_terms import stored_terms
-from router.api.token_generation import GenerateRequest, TokensAnswer
+from router.api.token_generation import GenerateRequest, RenderedRequest, TokensAnswer, rendered
 from router.api.understanding import Understanding, Wanted
 from router.config import HttpConfig
 from router.errors import in_terms_of

@@ -1,6 +1,7 @@
 """Tokens in, tokens out: ``/inference/v1/generate``, with the fields that vLLM 0.32 has.
 
 For routers that tokenize themselves. A request is a completion of token ids, whose answer has token ids.
+``/render`` has any chat or completion as a body for it, which gives the tokens that the request itself would.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.messages import TokenLogprobs
+from engine.sampling import SamplingParams
 from router.api.answers import AnswerFacts, ChunkedAnswer, encode, event, ranges_within, weight_version_of
 from router.api.routed_experts import readers_of
 from router.api.understanding import Understood
 from router.errors import refuse
-from router.openai_api import CompletionRequest, Int, RoutedLists, StreamOptions, Usage, WeightRange
+from router.openai_api import (
+    ChatRequest,
+    CompletionRequest,
+    Int,
+    RoutedLists,
+    StreamOptions,
+    Usage,
+    WeightRange,
+)
 from router.text.output_stream import OutputStream, TextPiece, join
 
 LEAST_LOGPROB = -9999.0
@@ -33,6 +43,8 @@ PARAMETERS = frozenset(
     }
 )  # fmt: skip
 """Fields of ``sampling_params`` that a completion has, too."""
+OWN = PARAMETERS - {"max_tokens", "structured_outputs", "logprobs", "thinking_token_budget"}
+"""Parameters that go over as they were given."""
 WITHOUT = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params", "reasoning_ended",
            "reasoning_parser_kwargs")  # fmt: skip
 
@@ -132,6 +144,7 @@ def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionReque
     detokenize = given.pop("detokenize", True)
     if detokenize is False and (given.get("stop") or asked.output_mode == "text"):
         refuse("stop and output_mode text need sampling_params.detokenize true.", "sampling_params")
+    given.pop("output_kind", None)  # how vLLM's engine hands tokens on; an answer has all of them
     unknown = sorted(name for name in given.keys() - PARAMETERS if given[name] not in (False, [], {}))
     if unknown:
         refuse(f"sampling_params has {', '.join(unknown)}, which is not supported.", "sampling_params")
@@ -244,3 +257,59 @@ def _by_id(entry: TokenLogprobs, most: int) -> dict[int, TokenChance]:
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # also for NaN
+
+
+class RenderedRequest(msgspec.Struct, kw_only=True):
+    """A request in token ids."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+    features: None = None
+    """Images are not rendered."""
+
+
+def rendered(understood: Understood, request_id: str) -> list[RenderedRequest]:
+    """The prompts of a request, each with its parameters.
+
+    Raises:
+        ApiError: it has a grammar, or a budget of reasoning, which token ids cannot carry (400).
+    """
+    wanted, params = understood.wanted, understood.params
+    if params.grammar is not None or params.thinking is not None:
+        refuse(
+            "a grammar, tools that are forced and a budget of reasoning are not rendered: send the request "
+            "itself.",
+            "response_format",
+        )
+    is_one = len(understood.prompts) == 1
+    return [
+        RenderedRequest(
+            request_id=request_id if is_one else f"{request_id}-{index}",
+            token_ids=list(prompt.ids),
+            sampling_params=_parameters(understood, params),
+            model=wanted.model or understood.model.served.names[0],
+            stream=bool(wanted.stream),
+            cache_salt=wanted.cache_salt,
+            priority=wanted.priority or 0,
+        )
+        for index, prompt in enumerate(understood.prompts)
+    ]
+
+
+def _parameters(understood: Understood, params: SamplingParams) -> dict[str, Any]:
+    wanted = understood.wanted
+    given = {name: getattr(wanted, name, None) for name in sorted(OWN)}
+    given |= {"max_tokens": params.max_tokens, "logprobs": _num_logprobs(understood)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _num_logprobs(understood: Understood) -> int | None:
+    wanted = understood.wanted
+    if isinstance(wanted, ChatRequest):
+        return (wanted.top_logprobs or 0) if wanted.logprobs else None
+    return wanted.logprobs

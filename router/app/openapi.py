@@ -17,9 +17,8 @@ from router.api.ollama.wire import (
     OllamaGenerateRequest,
     OllamaTextLine,
 )
-from router.api.rendering import RenderedRequest
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
-from router.api.token_generation import Generated, GenerateRequest
+from router.api.token_generation import Generated, GenerateRequest, RenderedRequest
 from router.app.fault_status import FaultStatus
 from router.app.ollama_models import OllamaModels, OllamaShown, OllamaShowRequest, OllamaVersion
 from router.app.server_info import IsScaling, ServerInfo, Sleeping

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -26,10 +26,12 @@ from starlette.routing import Route
 from coordinator.membership.operations import CONFLICT, FAILED
 from coordinator.messages import InFlight, OperatorAnswer, OperatorCommand, UpdateWeights, View
 from coordinator.numerics import Numerics
-from engine.weight_versions.assembled import assemble, first_numbers, homes_of, remove_unneeded
+from engine.trainer_group.wire import KINDS, Announced
+from engine.weight_versions.assembled import Homes, assemble, first_numbers, homes_of, remove_unneeded
 from engine.weight_versions.contract import WeightsRefused
 from router.app.ordered import BODY_LIMITS, OrderedCommands, json_answer, unavailable
 from router.app.rollouts import UPDATE_TIMEOUT, UpdateAnswer
+from router.app.trainer_group import GROUP_NAME, GroupInfo, GroupMember, announced
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.http.body import decoder, read_body
@@ -61,6 +63,9 @@ TRANSFER_PATHS = frozenset(
         "/update_weights",
         "/finish_weight_update",
         "/collective_rpc",
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/destroy_weights_update_group",
         "/shutdown_weight_transfer_engine",
         "/weight_info",
         "/weight_checker",
@@ -99,6 +104,10 @@ class UpdateInfo(msgspec.Struct):
     """Directory or safetensors file, on every host of the mesh."""
     shared_memory: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] | None = None
     """Name of a segment that holds one safetensors file."""
+    names: list[str] | None = None
+    """Tensors that the trainer broadcasts now, in this order, to its group."""
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
 
 
 class UpdatePart(msgspec.Struct):
@@ -139,6 +148,19 @@ class TensorUpdate(msgspec.Struct):
     """Safetensors files in base64; the first has the tensors for all workers."""
     load_format: str | None = None
     """``safetensors``: pickled tensors are refused."""
+    flush_cache: bool = True
+    """Without effect: blocks of other weights have other names."""
+    abort_all_requests: bool = False
+    weight_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+
+class DistributedUpdate(msgspec.Struct):
+    """Body of SGLang's ``/update_weights_from_distributed``: tensors that are broadcast now."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = GROUP_NAME
     flush_cache: bool = True
     """Without effect: blocks of other weights have other names."""
     abort_all_requests: bool = False
@@ -192,6 +214,8 @@ _read_init = decoder(InitTransfer)
 _read_start = decoder(StartUpdate)
 _read_part = decoder(UpdatePart)
 _read_finish = decoder(FinishUpdate)
+_read_group = decoder(GroupInfo)
+_read_distributed = decoder(DistributedUpdate)
 _read_call = decoder(WorkerCall)
 _read_tensors = decoder(TensorUpdate)
 _read_check = decoder(CheckWeights)
@@ -235,6 +259,14 @@ class WeightTransfer:
         parts.append(part)
         self._last_call = time.monotonic()
 
+    def check(self) -> None:
+        """Check that a transfer was begun here.
+
+        Raises:
+            ApiError: none was (409).
+        """
+        self._begun()
+
     def end(self) -> list[Path]:
         """End the transfer; returns its parts.
 
@@ -270,6 +302,7 @@ class TransferEndpoints:
         self._commands = OrderedCommands(mesh, command)
         self._room = room
         self._transfer = WeightTransfer()
+        self._member = GroupMember()
 
     def routes(self) -> list[Route]:
         post, both = ["POST"], ["GET", "POST"]
@@ -278,6 +311,9 @@ class TransferEndpoints:
             Route("/start_weight_update", self.start, methods=post),
             Route("/update_weights", self.update, methods=post),
             Route("/finish_weight_update", self.finish, methods=post),
+            Route("/init_weights_update_group", self.init_group, methods=post),
+            Route("/update_weights_from_distributed", self.update_from_group, methods=post),
+            Route("/destroy_weights_update_group", self.leave_group, methods=post),
             Route("/collective_rpc", self.call_workers, methods=post),
             Route("/shutdown_weight_transfer_engine", self.shut_down, methods=post),
             Route("/weight_info", self.weight_info, methods=["GET"]),
@@ -290,13 +326,22 @@ class TransferEndpoints:
     # ---- a transfer
 
     async def init(self, request: Request) -> Response:
-        """A trainer introduces itself; a transfer that an earlier one left is given up."""
-        _read_init(await read_body(request, BODY_LIMITS))
-        self._transfer.give_up()
+        """A trainer introduces itself; a transfer that an earlier one left is given up.
+
+        With an address, its process group is joined.
+        """
+        info = _read_init(await read_body(request, BODY_LIMITS)).init_info
+        await self._give_up()
+        if "nccl_unique_id_b64" in info:
+            raise ApiError(
+                400, "groups form at a master_address, not by nccl_unique_id_b64", param="init_info"
+            )
+        if "master_address" in info:
+            await self._member.join(_group_info(info))
         return json_answer(TransferStatus("Weight transfer initialized"))
 
     async def shut_down(self, _request: Request) -> Response:
-        self._transfer.give_up()
+        await self._give_up()
         return json_answer(TransferStatus("Weight transfer shut down"))
 
     async def start(self, request: Request) -> Response:
@@ -305,7 +350,7 @@ class TransferEndpoints:
         return json_answer(TransferStatus("Weight update started"))
 
     async def update(self, request: Request) -> Response:
-        self._add(_read_part(await read_body(request, NAMES_LIMITS)).update_info)
+        await self._add(_read_part(await read_body(request, NAMES_LIMITS)).update_info)
         return json_answer(TransferStatus("Weights updated"))
 
     async def finish(self, request: Request) -> Response:
@@ -323,7 +368,7 @@ class TransferEndpoints:
                     raise ApiError(400, "weights have the checkpoint's names here", param="kwargs")
                 self._transfer.begin()
             case "update_weights_nccl" | "update_weights_ipc":
-                self._add(_info_of(_given(wanted, {"update_info": dict})["update_info"]))
+                await self._add(_info_of(_given(wanted, {"update_info": dict})["update_info"]))
             case "skyrl_finish_weight_update":
                 _given(wanted, {})
                 await self._finish(request, FinishUpdate())
@@ -334,8 +379,64 @@ class TransferEndpoints:
                 )
         return json_answer(CallResults([None]))
 
-    def _add(self, wanted: UpdateInfo) -> None:
-        self._transfer.add(_part(wanted))
+    # ---- a process group
+
+    async def init_group(self, request: Request) -> Response:
+        """SGLang's call to join a trainer's group."""
+        await self._give_up()
+        await self._member.join(_read_group(await read_body(request, BODY_LIMITS)))
+        return json_answer(UpdateAnswer(success=True, message="The group has formed."))
+
+    async def leave_group(self, _request: Request) -> Response:
+        await self._give_up()
+        return json_answer(UpdateAnswer(success=True, message="The group is left."))
+
+    async def update_from_group(self, request: Request) -> Response:
+        """SGLang's call to receive tensors from the group, and to go over to them."""
+        wanted = _read_distributed(await read_body(request, NAMES_LIMITS))
+        part = await self._received(announced(wanted.names, wanted.dtypes, wanted.shapes))
+        label, ends = wanted.weight_version or "", wanted.abort_all_requests
+        return await self._as_sglang(request, uuid.uuid4().hex, part, label, ends=ends)
+
+    async def _give_up(self) -> None:
+        """Forget the transfer under way, and leave the trainer's group."""
+        self._transfer.give_up()
+        await self._member.leave()
+
+    async def _add(self, wanted: UpdateInfo) -> None:
+        """Add a part to the transfer; tensors of the group are received first."""
+        if wanted.names is None:
+            self._transfer.add(_part(wanted))
+            return
+        if wanted.path is not None or wanted.shared_memory is not None:
+            raise ApiError(400, "update_info has names, or a path, or shared_memory", param="update_info")
+        self._transfer.check()
+        part = await self._received(announced(wanted.names, wanted.dtype_names, wanted.shapes))
+        self._transfer.add(part)
+
+    async def _received(self, tensors: tuple[Announced, ...]) -> Path:
+        """A file with what the trainer broadcasts now.
+
+        What does not fit the model is refused before: then the group is left, so that its trainer does not
+        wait for somebody to receive it.
+        """
+        directory = self._room / f"received-{uuid.uuid4().hex}"
+        part = directory / "received.safetensors"
+        try:
+            homes = await asyncio.to_thread(homes_of, self._source())
+            check_announced(tensors, homes)
+            await asyncio.to_thread(directory.mkdir, mode=0o700, parents=True)
+            await self._member.receive(tensors, part)
+        except (WeightsRefused, OSError) as error:
+            await self._give_up()
+            raise ApiError(400, str(error)) from error
+        finally:
+            if not self._member.is_joined:
+                self._transfer.give_up()
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        return part
+
+    # ---- going over
 
     async def _finish(self, request: Request, wanted: FinishUpdate) -> None:
         name = uuid.uuid4().hex
@@ -362,9 +463,16 @@ class TransferEndpoints:
         name = uuid.uuid4().hex
         part = self._room / name / "received.safetensors"
         await asyncio.to_thread(_write, part, wanted.serialized_named_tensors[0])
-        in_flight = InFlight.ABORT if wanted.abort_all_requests else InFlight.KEEP
+        label, ends = wanted.weight_version or "", wanted.abort_all_requests
+        return await self._as_sglang(request, name, part, label, ends=ends)
+
+    async def _as_sglang(
+        self, request: Request, name: str, part: Path, label: str, *, ends: bool
+    ) -> Response:
+        """SGLang's answer to an update by one part; ``ends``: requests in flight do."""
+        in_flight = InFlight.ABORT if ends else InFlight.KEEP
         try:
-            text = await self._go_over(request, name, [part], wanted.weight_version or "", in_flight)
+            text = await self._go_over(request, name, [part], label, in_flight)
         except ApiError as error:
             if error.status not in (400, CONFLICT, FAILED):
                 raise
@@ -477,6 +585,35 @@ def _info_of(given: dict[str, Any]) -> UpdateInfo:
         return msgspec.convert(given, UpdateInfo)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"update_info: {error}", param="update_info") from error
+
+
+def _group_info(given: dict[str, Any]) -> GroupInfo:
+    """Where a trainer's group forms, as JSON names it.
+
+    Raises:
+        ApiError: a field is missing, or has another type (400).
+    """
+    try:
+        return msgspec.convert(given, GroupInfo)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"init_info: {error}", param="init_info") from error
+
+
+def check_announced(tensors: Sequence[Announced], homes: Homes) -> None:
+    """Check by the model's files that tensors are its own.
+
+    Raises:
+        WeightsRefused: one is unknown, or of another type or shape.
+    """
+    for each in tensors:
+        if each.name not in homes:
+            raise WeightsRefused(f"the trainer's {each.name} is no tensor of this model's checkpoint")
+        known, kind = homes[each.name][1], KINDS[each.dtype][0]
+        if (known.shape, known.kind) != (each.shape, kind):
+            raise WeightsRefused(
+                f"the trainer's {each.name} is {kind} {list(each.shape)}, "
+                f"not {known.kind} {list(known.shape)}"
+            )
 
 
 def _part(wanted: UpdateInfo) -> Path:

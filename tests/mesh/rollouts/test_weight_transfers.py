@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import SHIPPED_MODEL
 from engine.model.finding import MODELS_DIRECTORY
 from engine.model.weight_digest import whole_digest
+from tests.engine.trainer_group import trainer
 from tests.engine.weight_versions.made import trained
 from tests.mesh.clients.test_clients import assert_idle
 from tests.mesh.faults.test_loss import crowd
@@ -30,6 +32,32 @@ SEGMENT = f"lockstep-transfer-{os.getpid()}"
 def answers(ports: Ports, rank: int | None = None) -> list[list[int]]:
     ranks = None if rank is None else dict.fromkeys(range(COUNT), rank)
     return asyncio.run(crowd(ports, None, COUNT, ranks, num_tokens=NUM_TOKENS))
+
+
+def by_group(mesh: PausedMesh, tensors: dict[str, torch.Tensor]) -> None:
+    """An update by a group of this process and the mesh, of as many ranks as it has workers."""
+    size = mesh.call("/get_world_size", method="GET")[1]["world_size"] + 1
+    store = trainer.store(size)
+    info = {
+        "master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": size,
+        "group_name": "mesh",
+    }  # fmt: skip
+    names = [*tensors]
+    update = {
+        "names": names,
+        "dtype_names": [str(tensors[name].dtype).removeprefix("torch.") for name in names],
+        "shapes": [list(tensors[name].shape) for name in names],
+    }
+    with ThreadPoolExecutor(1) as other:
+        joined = other.submit(mesh.call, "/init_weight_transfer_engine", {"init_info": info})
+        group = trainer.group(store, "mesh", size)
+        assert joined.result()[0] == 200, joined.result()
+        assert mesh.call("/start_weight_update", {})[0] == 200
+        updated = other.submit(mesh.call, "/update_weights", {"update_info": update})
+        trainer.broadcast(group, [tensors[name] for name in names])
+        assert updated.result()[0] == 200, updated.result()
+    assert mesh.call("/finish_weight_update", {})[0] == 200
+    assert mesh.call("/shutdown_weight_transfer_engine")[0] == 200
 
 
 def half(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,6 +116,15 @@ def test_some_tensors_by_shared_memory_and_a_joiner(tmp_path: Path) -> None:
         assert status == 400
         assert "shape" in answer
         assert answers(mesh) == expected, "the version before goes on"
+
+        original = {
+            name: each
+            for path in sorted((MODELS_DIRECTORY / SHIPPED_MODEL).glob("*.safetensors"))
+            for name, each in load_file(path).items()
+            if name in changed
+        }
+        by_group(mesh, original)
+        assert answers(mesh) == old, "a trainer's process group brings the first weights again"
         assert_idle(mesh)
         assert mesh.command.stop() == 0
         assert not mesh.tracebacks()

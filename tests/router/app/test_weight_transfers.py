@@ -14,11 +14,14 @@ from safetensors.torch import save, save_file
 
 from coordinator.messages import InFlight, OperatorAnswer, OperatorCommand, StandingOrders, UpdateWeights
 from coordinator.messages import WeightVersion as Version
+from engine.trainer_group.wire import Announced
 from engine.weight_versions.assembled import homes_of
 from router.app import ordered
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
+from router.app.trainer_group import GroupInfo
 from router.config import HttpConfig
+from router.errors import ApiError
 from router.faults import Faults
 from router.mesh import ServedModel
 from tests.router.app.test_admin import ADMIN, ENDPOINT, World, ask
@@ -249,3 +252,118 @@ def test_calls_of_workers_are_few(trainer: Trainer, body: dict[str, Any], word: 
     answer = trainer.post("/collective_rpc", body, status=400)
     assert word in answer["error"]["message"]
     assert not trainer.world.wishes
+
+
+class ScriptedMember:
+    """A member of a group whose trainer sends twos, unless it has died."""
+
+    def __init__(self) -> None:
+        self.joined: list[GroupInfo] = []
+        self.is_joined = False
+        self.dies = False
+
+    async def join(self, info: GroupInfo) -> None:
+        self.joined.append(info)
+        self.is_joined = True
+
+    async def receive(self, tensors: tuple[Announced, ...], path: Path) -> None:
+        if self.dies:
+            await self.leave()
+            raise ApiError(400, "the trainer's tensors have not come: connection closed")
+        save_file({each.name: torch.full(each.shape, 2.0) for each in tensors}, path)
+
+    async def leave(self) -> None:
+        self.is_joined = False
+
+
+GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3}
+SENT = {"names": ["b"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
+
+
+@pytest.fixture
+def member_of_group(monkeypatch: pytest.MonkeyPatch) -> ScriptedMember:
+    made = ScriptedMember()
+    monkeypatch.setattr("router.app.weight_transfers.GroupMember", lambda: made)
+    return made
+
+
+def test_tensors_of_a_trainers_group(member_of_group: ScriptedMember, trainer: Trainer) -> None:
+    trainer.post("/init_weight_transfer_engine", {"init_info": GROUP | {"packed": True}})
+    (info,) = member_of_group.joined
+    assert (info.master_port, info.world_size, info.packed, info.backend) == (29500, 3, True, "gloo")
+    trainer.transfer(SENT)
+    assert (trainer.first("a"), trainer.first("b")) == (1, 2)
+    trainer.transfer({"path": trainer.part("p.safetensors", 3, "b")})
+    assert [each.name for each in trainer.room.iterdir()] == [trainer.wish.command], "what came is gone"
+    trainer.post("/shutdown_weight_transfer_engine")
+    assert not member_of_group.is_joined
+
+
+def test_tensors_of_a_group_as_sglangs_trainers_send_them(
+    member_of_group: ScriptedMember, trainer: Trainer
+) -> None:
+    trainer.post("/init_weights_update_group", GROUP | {"group_name": "slime-pp_0", "backend": "nccl"})
+    assert member_of_group.joined[0].group_name == "slime-pp_0"
+    sent = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2, 3]], "weight_version": "7"}
+    assert trainer.post("/update_weights_from_distributed", sent)["success"]
+    assert (trainer.first("a"), trainer.wish.label) == (2, "7")
+    trainer.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"})
+    assert not member_of_group.is_joined
+
+
+@pytest.mark.parametrize(
+    ("sent", "word"),
+    [
+        (SENT | {"shapes": [[3, 2]]}, "[3, 2]"),
+        (SENT | {"dtype_names": ["bfloat16"]}, "BF16"),
+        (SENT | {"names": ["c"]}, "no tensor"),
+        (SENT | {"dtype_names": ["object"]}, "not known"),
+        (SENT | {"shapes": []}, "one length"),
+        (SENT | {"path": "/a"}, "or a path"),
+    ],
+)
+def test_tensors_of_a_group_that_do_not_fit(
+    member_of_group: ScriptedMember, trainer: Trainer, sent: dict[str, Any], word: str
+) -> None:
+    trainer.post("/init_weight_transfer_engine", {"init_info": GROUP})
+    trainer.post("/start_weight_update", {})
+    answer = trainer.post("/update_weights", {"update_info": sent}, status=400)
+    assert word in answer["error"]["message"]
+    assert not trainer.world.wishes
+
+
+def test_a_trainer_that_dies_while_it_sends(member_of_group: ScriptedMember, trainer: Trainer) -> None:
+    trainer.post("/init_weight_transfer_engine", {"init_info": GROUP})
+    trainer.post("/update_weights", {"update_info": SENT}, status=409)
+    member_of_group.dies = True
+    trainer.post("/start_weight_update", {})
+    answer = trainer.post("/update_weights", {"update_info": SENT}, status=400)
+    assert "have not come" in answer["error"]["message"]
+    trainer.post("/finish_weight_update", {}, status=409)
+    assert not list(trainer.room.iterdir())
+    member_of_group.dies = False
+    trainer.post("/init_weight_transfer_engine", {"init_info": GROUP})
+    trainer.transfer(SENT)
+    assert trainer.first("b") == 2
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"master_address": "a"},
+        GROUP | {"world_size": 1},
+        GROUP | {"rank_offset": 0},
+        GROUP | {"master_port": 0},
+        GROUP | {"backend": "mpi"},
+        GROUP | {"backend": "nccl"},
+        {"nccl_unique_id_b64": "AA=="},
+    ],
+)
+def test_groups_that_are_not_possible(trainer: Trainer, info: dict[str, Any]) -> None:
+    trainer.post("/init_weight_transfer_engine", {"init_info": info}, status=400)
+
+
+def test_a_process_that_ends_is_a_reason(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.app.trainer_group.sys.executable", "/bin/true")
+    answer = trainer.post("/init_weight_transfer_engine", {"init_info": GROUP}, status=408)
+    assert "the process that receives ended" in answer["error"]["message"]
