@@ -15,7 +15,7 @@ import msgspec
 
 from coordinator.process import process
 from engine.trainer_group.group import TrainerGroup
-from engine.trainer_group.wire import Done, Failed, FromReceiver, Join, Receive, ToReceiver
+from engine.trainer_group.wire import Done, Failed, FromReceiver, JoinGroup, Receive, ToReceiver
 
 
 class TensorReceiver:
@@ -27,10 +27,10 @@ class TensorReceiver:
     def __repr__(self) -> str:
         return f"<TensorReceiver in {self._group}>"
 
-    def answer(self, request: ToReceiver) -> FromTensorReceiver:
+    def answer(self, request: ToReceiver) -> FromReceiver:
         try:
             match request:
-                case Join():
+                case JoinGroup():
                     self._group = TrainerGroup(request)
                 case Receive():
                     if self._group is None:

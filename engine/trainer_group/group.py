@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.trainer_group.wire import Announced, Join, buffers_of, header_of
+from engine.trainer_group.wire import Announced, JoinGroup, buffers_of, header_of
 
 TRAINER = 0
 """Rank of the process that sends."""
@@ -28,7 +28,7 @@ class TrainerGroup:
     the rest is dropped.
     """
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: JoinGroup) -> None:
         """Wait for the trainer, and for all ranks.
 
         Raises:

@@ -24,7 +24,7 @@ PACKED_BYTES = 1 << 30
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 
 
-class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
+class JoinGroup(msgspec.Struct, frozen=True, tag="join", kw_only=True):
     """Join a trainer's group, under all ranks that it has for this mesh."""
 
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -76,7 +76,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     reason: str
 
 
-ToReceiver = Join | Receive
+ToReceiver = JoinGroup | Receive
 FromReceiver = Done | Failed
 
 

@@ -157,9 +157,7 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 def own_mesh(context: int = 0, *, trains: bool = False) -> Iterator[dict[str, str]]:
     """Start a mesh with everything that the checks ask for.
 
-    ``trains``: without keys, for clients of trainers.
-
-    Gives the variables that lead there.
+    Gives the variables that lead there. ``trains``: without keys, for clients of trainers.
     """
     with tempfile.TemporaryDirectory(prefix="clients-") as folder:
         key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"

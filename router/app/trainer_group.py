@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from engine.trainer_group.wire import (
     Announced,
     Failed,
     FromReceiver,
-    Join,
+    JoinGroup,
     Receive,
     ToReceiver,
 )
@@ -73,7 +74,7 @@ class GroupMember:
         return self._process is not None
 
     async def join(self, info: GroupInfo) -> None:
-        """Join a trainer's group; an earlier one is left.
+        """JoinGroup a trainer's group; an earlier one is left.
 
         Raises:
             ApiError: the group is not possible (400), or the trainer has not come (408).
@@ -86,7 +87,7 @@ class GroupMember:
             "timeout": JOIN_TIMEOUT,
         }  # fmt: skip
         try:
-            request = msgspec.convert(fields | {"type": "join"}, Join)
+            request = msgspec.convert(fields | {"type": "join"}, JoinGroup)
         except msgspec.ValidationError as error:
             raise ApiError(400, f"init_info: {error}", param="init_info") from error
         await self.leave()
@@ -94,7 +95,7 @@ class GroupMember:
         async with self._lock:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "engine.trainer_group",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE,
+                env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE,
             )  # fmt: skip
             reason = await self._ask(request, JOIN_TIMEOUT + SPARE)
         if reason is not None:

@@ -21,7 +21,7 @@ from engine.trainer_group.wire import (
     Done,
     Failed,
     FromReceiver,
-    Join,
+    JoinGroup,
     Receive,
     ToReceiver,
     buffers_of,
@@ -59,7 +59,7 @@ class Beside:
 
     def join(self, world_size: int, timeout: float = 30.0) -> FromReceiver:
         return self.ask(
-            Join(
+            JoinGroup(
                 address="127.0.0.1",
                 port=self.port,
                 first_rank=1,
@@ -83,7 +83,7 @@ def announced(*counts: int) -> tuple[Announced, ...]:
 
 def joined(port: int, world_size: int, timeout: float = 30.0, group: str = GROUP) -> TrainerGroup:
     return TrainerGroup(
-        Join(
+        JoinGroup(
             address="127.0.0.1", port=port, first_rank=1, world_size=world_size, group=group, backend="gloo",
             timeout=timeout,
         )

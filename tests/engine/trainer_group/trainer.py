@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=120)
 
 
 def tensor(index: int, count: int) -> torch.Tensor:

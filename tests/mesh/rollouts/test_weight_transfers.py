@@ -35,7 +35,7 @@ def answers(ports: Ports, rank: int | None = None) -> list[list[int]]:
 
 
 def by_group(mesh: PausedMesh, tensors: dict[str, torch.Tensor]) -> None:
-    """An update by a group of this process and the mesh, of as many ranks as it has workers."""
+    """An update by a group of this process and the mesh."""
     size = mesh.call("/get_world_size", method="GET")[1]["world_size"] + 1
     store = trainer.store(size)
     info = {
