@@ -94,9 +94,12 @@ class GroupMember:
         self._packed_bytes = info.packed_buffer_size_bytes if info.packed else 0
         async with self._lock:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "engine.trainer_group",
-                env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE,
-            )  # fmt: skip
+                *(sys.executable, "-P", "-m", "engine.trainer_group"),
+                env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MOST_LINE,
+            )
             reason = await self._ask(request, JOIN_TIMEOUT + SPARE)
         if reason is not None:
             place = f"{info.master_address}:{info.master_port}"
