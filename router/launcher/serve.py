@@ -456,6 +456,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
         _of("router.tools.bench.command"),
         "measure a server or this machine: bench serve, bench machine",
     ),
+    "batch": (
+        _of("router.tools.batch.command"),
+        "answer a file of requests (OpenAI's batch format) by a mesh of its own",
+    ),
     "replay": (
         _of("router.tools.replay.command"),
         "compute saved answers again, from their capsules, and compare them to the bit",

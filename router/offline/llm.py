@@ -114,7 +114,7 @@ class LLM:
             }
         )
         began = time.monotonic()
-        settings, text_model = _local_model(config)
+        settings, text_model = local_model(config)
         named = {"data_parallel_address", "data_parallel_rpc_port"} & flags.keys()
         self._mesh = PrivateMesh(config, settings, port_is_free_choice=not named)
         self._finalizer = weakref.finalize(self, self._mesh.close, waits_for_others=False)
@@ -333,25 +333,31 @@ class LLM:
             mesh = self._mesh
             return mesh.call(
                 run_jobs(
-                    mesh.client, mesh.metrics, self._model.tokenizer, jobs, self._most_samples(), on_output
+                    mesh.client,
+                    mesh.metrics,
+                    self._model.tokenizer,
+                    jobs,
+                    most_samples(self._config),
+                    on_output,
                 )
             )
-
-    def _most_samples(self) -> int:
-        """Samples in flight at once, for as many instances as this program started.
-
-        Other nodes fill theirs. It is far below what the queues of instances hold.
-        """
-        scheduler = self._config.engine.scheduler
-        of_one = min(QUEUED_PER_RUNNING * scheduler.most_requests(), max(1, scheduler.max_num_queued_reqs))
-        return of_one * max(1, self._config.mesh.local_size)
 
     def _close(self, *, waits_for_others: bool) -> None:
         self._finalizer.detach()
         self._mesh.close(waits_for_others=waits_for_others)
 
 
-def _local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]:
+def most_samples(config: ServeConfig) -> int:
+    """Samples in flight at once, for as many instances as this program started.
+
+    Other nodes fill theirs. It is far below what the queues of instances hold.
+    """
+    scheduler = config.engine.scheduler
+    of_one = min(QUEUED_PER_RUNNING * scheduler.most_requests(), max(1, scheduler.max_num_queued_reqs))
+    return of_one * max(1, config.mesh.local_size)
+
+
+def local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]:
     """Settings and tokenizer of the model.
 
     None where a headless program learns the model from the mesh.

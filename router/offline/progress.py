@@ -28,11 +28,12 @@ def progress_bar(count: int, wanted: bool | Callable[..., Any]) -> Iterator[OnOu
         with contextlib.closing(wanted(total=count, desc=TITLE)) as bar:
             yield lambda _output: bar.update(1)
     else:
-        with _rich_bar() as progress:
+        with rich_bar() as progress:
             yield _Rates(progress, count).add
 
 
-def _rich_bar() -> Progress:
+def rich_bar() -> Progress:
+    """Bar on standard error; the field ``rates`` of its tasks is shown behind."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

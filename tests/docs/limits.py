@@ -32,7 +32,14 @@ APART = (
     "coordinator/settings/",
 )
 """Modules whose constants are sizes of computations: no operator meets them."""
-COMMANDS = ("router/launcher/", "router/offline/", "router/tools/", "router/stored/", "engine/config/")
+COMMANDS = (
+    "router/launcher/",
+    "router/offline/",
+    "router/tools/",
+    "router/stored/",
+    "router/batches/",
+    "engine/config/",
+)
 """Rooms on the page of flags: settings, and what the commands start."""
 INNER = re.compile(
     r"^(_|LOOK|POLL|RECONNECT_INTERVAL|MAX_ERROR|MAX_NAMED$|MOST_AT_ONCE|MOST_PLANS|MOST_COMPARED|MOST$)|COMPARED$"

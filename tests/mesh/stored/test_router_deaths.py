@@ -16,13 +16,17 @@ import psutil
 import pytest
 
 from tests.mesh.harness import Command, Ports, serve, wait_until
+from tests.mesh.stored.batch_client import answers_of, batch_lines, begin_batch, finished, some_done
 from tests.mesh.stored.resuming_client import Resumed, run
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
 IS_NIGHT = os.environ.get("LOCKSTEP_NIGHTLY") == "1"
-NUM_STREAMS, NUM_KILLS = (200, 20) if IS_NIGHT else (24, 4)
+PIECES, NUM_STREAMS = (5, 40) if IS_NIGHT else (1, 24)
+"""At night 200 streams and 20 kills, in pieces."""
+NUM_KILLS = 4
 NUM_TOKENS = 500
+NUM_LINES = 2000 if IS_NIGHT else 60
 TOOLS = [
     {
         "type": "function",
@@ -60,9 +64,10 @@ def body_of(number: int) -> tuple[str, dict[str, Any]]:
     return kind, common | {"input": text, "max_output_tokens": NUM_TOKENS}
 
 
-async def streams(url: str, salt: str, meanwhile: Any = None) -> list[Resumed]:
+async def streams(url: str, salt: str, first: int, meanwhile: Any = None) -> list[Resumed]:
     """All streams at once, and what happens meanwhile."""
-    found = [Resumed(*body_of(number), f"{salt}-{number}") for number in range(NUM_STREAMS)]
+    numbers = range(first, first + NUM_STREAMS)
+    found = [Resumed(*body_of(number), f"{salt}-{number}") for number in numbers]
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(240)) as client:
         running = [asyncio.create_task(run(client, url, stream)) for stream in found]
@@ -104,8 +109,9 @@ def router_of(command: Command, number: int) -> psutil.Process:
     return command.child(f"Router_{number}")
 
 
-def test_streams_outlive_their_routers(tmp_path: Path) -> None:
-    ports, chance = Ports(), random.Random(57)
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_streams_outlive_their_routers(tmp_path: Path, piece: int) -> None:
+    ports, chance, first = Ports(), random.Random(57 + piece), piece * NUM_STREAMS
     flags = [
         "-dp",
         "2",
@@ -118,7 +124,7 @@ def test_streams_outlive_their_routers(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         command = stack.enter_context(serve(tmp_path / "serve.log", "lockstep-moe", *flags, *ports.head()))
         command.wait_for("2 instances ready")
-        undisturbed = asyncio.run(streams(ports.url, "calm"))
+        undisturbed = asyncio.run(streams(ports.url, "calm", first))
 
         async def kills(running: list[asyncio.Task[None]]) -> None:
             for _ in range(NUM_KILLS):
@@ -128,7 +134,7 @@ def test_streams_outlive_their_routers(tmp_path: Path) -> None:
                 victim = await asyncio.to_thread(router_of, command, chance.randrange(2))
                 victim.send_signal(signal.SIGKILL)
 
-        disturbed = asyncio.run(streams(ports.url, "dead", kills))
+        disturbed = asyncio.run(streams(ports.url, "dead", first, kills))
         print([each.breaks for each in disturbed])
         assert not [each.errors for each in (*undisturbed, *disturbed) if each.errors]
         assert sum(each.breaks for each in disturbed) > 0
@@ -150,10 +156,16 @@ def test_background_responses_go_on_after_serve_was_killed(tmp_path: Path) -> No
     with serve(tmp_path / "first.log", *flags) as command:
         command.wait_for("2 instances ready")
         truth = asyncio.run(_call(ports.url, "POST", "", body))["output"][0]["content"][0]["text"]
+        lines = batch_lines(NUM_LINES)
+        calm = answers_of(finished(ports.url, begin_batch(ports.url, lines)))
+        assert len(calm) == NUM_LINES
+        batch = begin_batch(ports.url, lines)
         begun = asyncio.run(_call(ports.url, "POST", "", body | {"background": True}))
         assert begun["status"] == "queued"
         kept = asyncio.run(_call(ports.url, "POST", "", {**body, "max_output_tokens": 9, "store": True}))
         assert asyncio.run(_call(ports.url, "GET", f"/{begun['id']}"))["status"] == "in_progress"
+        counts = wait_until(lambda: some_done(ports.url, batch), 60)
+        assert counts["completed"] < NUM_LINES
         for member in command.family(itself=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -163,6 +175,9 @@ def test_background_responses_go_on_after_serve_was_killed(tmp_path: Path) -> No
         ended = wait_until(lambda: _ended(ports.url, begun["id"]), 60)
         assert ended["output"][0]["content"][0]["text"] == truth
         assert f"goes on with answer {begun['id']}" in command.log
+        disturbed = answers_of(finished(ports.url, batch))
+        assert f"goes on with batch {batch}" in command.log
+        assert disturbed == calm, "each line once, with the answer of the undisturbed run"
 
 
 def _ended(url: str, id: str) -> Any:
