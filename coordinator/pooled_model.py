@@ -26,6 +26,16 @@ class PoolingTask(enum.StrEnum):
     """Probabilities of all labels for each token: [tokens, labels]."""
 
 
+PATHS = {
+    PoolingTask.EMBED: "/v1/embeddings",
+    PoolingTask.CLASSIFY: "/classify",
+    PoolingTask.SCORE: "/score and /v1/rerank",
+    PoolingTask.TOKEN_EMBED: "/pooling",
+    PoolingTask.TOKEN_CLASSIFY: "/pooling",
+}
+"""Endpoints of each task, for error messages."""
+
+
 class PooledModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a mesh with ``--runner pooling`` computes."""
 
@@ -60,6 +70,11 @@ class PooledModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Whether scores and classes are probabilities unless a request asks otherwise."""
     answer_tokens: tuple[str, ...] = ()
     """Tokens for no and yes, of a reranker that answers with one of them."""
+
+    @property
+    def offer(self) -> str:
+        """Tasks with their endpoints, for error messages."""
+        return ", ".join(f"{task} (POST {PATHS[task]})" for task in self.tasks)
 
     def cuts_to(self, dimensions: int) -> bool:
         """Whether embeddings may be cut to this length."""

@@ -26,7 +26,7 @@ class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def problem(self, model: PooledModel, num_tokens: int) -> str:
         """Why a model cannot answer this; empty if it can."""
         if self.task not in model.tasks:
-            return f"this model does not do {self.task}: it does {', '.join(model.tasks)}"
+            return f"this model does not do {self.task}: it does {model.offer}"
         if self.token_type_ids and len(self.token_type_ids) != num_tokens:
             return f"{len(self.token_type_ids)} token type ids for {num_tokens} tokens"
         if self.token_type_ids and not model.has_segments and any(self.token_type_ids):

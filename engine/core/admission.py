@@ -221,9 +221,9 @@ class Admission:
         """Why a request that is pooled, or is for a pooling model, cannot be answered."""
         model, num_tokens = self._info.pooling, len(submit.prompt_ids)
         if model is None:
-            return "this model generates text: pooled requests need --runner pooling"
+            return "this model generates text (POST /v1/chat/completions): others need --runner pooling"
         if pooling is None:
-            return f"this model generates no text: it does {', '.join(model.tasks)}"
+            return f"this model generates no text: it does {model.offer}"
         if num_tokens > self._max_model_len:
             return f"the input has {num_tokens} tokens; this model takes up to {self._max_model_len}"
         if not 0 <= min(submit.prompt_ids) <= max(submit.prompt_ids) < self._info.vocab_size:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from coordinator.numerics import TORCH, Arithmetic
+from engine.compute.trace import MOST_SPANS
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes, Progress
 from engine.host.deferred import run_deferred
@@ -22,9 +23,6 @@ from engine.pooling_params import Pooled
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
 
 logger = logging.getLogger(__name__)
-
-MOST_SPANS = 4096
-"""Steps whose times are kept for a trace."""
 
 
 class PoolingExecutor:

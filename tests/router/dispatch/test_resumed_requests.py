@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.messages import Delta, Submit
+from coordinator.pooled_model import PoolingTask
+from engine.messages import Delta, FinishReason, Submit
+from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
 from router.dispatch.ledger import Entry, Ledger
 from router.mesh import Prompt
@@ -23,6 +25,7 @@ PROMPT = Prompt(
     scored_from=1,
     routed_experts=True,
     background=True,
+    pooling=PoolingParams(PoolingTask.EMBED, dimensions=8),
 )
 SHARED = [each.name for each in msgspec.structs.fields(Submit) if each.name in Prompt.__struct_fields__]
 
@@ -41,3 +44,18 @@ def test_what_is_compared_is_given() -> None:
     assert len(SHARED) >= 9
     defaults = {each.name: each.default for each in msgspec.structs.fields(Prompt)}
     assert all(getattr(PROMPT, name) != defaults[name] for name in SHARED)
+
+
+def test_a_pooled_request_is_asked_again_and_answered_once() -> None:
+    ledger, entry = Ledger(), Entry(PROMPT)
+    ledger.place(entry, "a", 1)
+    first = entry.submit(1)
+    ledger.place(entry, "b", 7)  # a died
+    assert entry.submit(7) == msgspec.structs.replace(first, request=7)
+    assert ledger.find("a", 1) is None  # what it may still send is dropped
+    answer = Delta(7, [], FinishReason.STOP, pooled=Pooled(bytes(8), (2,)))
+    found = ledger.find("b", 7)
+    assert found is entry
+    assert ledger.book(found, answer).pooled == answer.pooled
+    assert ledger.find("b", 7) is None
+    assert len(ledger) == 0
