@@ -12,6 +12,8 @@ from engine.config.quantization import ONLINE, OnlineName, QuantizationName
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 
 SHIPPED_MODEL = "lockstep-moe"
+SHIPPED_HEAD = f"{SHIPPED_MODEL}-eagle3"
+"""Name of the EAGLE-3 head that ships beside the model."""
 QUANTIZED_MODELS: dict[str, Literal["int8", "int4"]] = {
     f"{SHIPPED_MODEL}-int8": "int8",
     f"{SHIPPED_MODEL}-int4": "int4",

@@ -61,6 +61,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.method in ("mtp", "eagle3")
 
 
+def _method_of(model: object) -> str | None:
+    """Method of a model that is given without one: heads are known by their name, as in vLLM."""
+    if model is None:
+        return None
+    return "eagle3" if "eagle3" in str(model).lower() else "draft_model"
+
+
 def read_config(text: str) -> SpeculativeConfig:
     """Parses ``--speculative-config``; if one length of a match is given, it stands for both.
 
@@ -72,7 +79,7 @@ def read_config(text: str) -> SpeculativeConfig:
         given = {name: value for name, value in found.items() if value is not None}
         if given.get("model") in NGRAM_NAMES:  # vLLM's older spelling
             given["method"] = given.pop("model")
-        method = given.get("method", "draft_model" if "model" in given else None)
+        method = given.get("method", _method_of(given.get("model")))
         if method not in (*NGRAM_NAMES, *METHODS):
             raise ValueError(
                 'the method must be "ngram" (the text of each request), "draft_model" (a small model), "mtp" '

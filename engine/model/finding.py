@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.distribution import installed_version
-from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
+from engine.config import QUANTIZED_MODELS, SHIPPED_HEAD, SHIPPED_MODEL
 from engine.model.errors import CheckpointError
 from engine.model.gguf.directory import SUFFIX, gguf_directory
 from engine.model.gguf.reading import GgufError
@@ -75,6 +75,8 @@ def _find_local(name: str | None) -> Path | None:
         name is None or name == SHIPPED_MODEL
     ):  # also where a directory of this name is; ./lockstep-moe means that one
         return MODELS_DIRECTORY / SHIPPED_MODEL
+    if name == SHIPPED_HEAD:
+        return MODELS_DIRECTORY / SHIPPED_HEAD
     if name in QUANTIZED_MODELS:
         return _made(name)
     try:

@@ -14,7 +14,7 @@ The stages run in this order; any of them can be named to run only these:
 ``write``    let the model write rows of its own text, and some behind text that was held out
 ``train``    train the head by the test-time loss of EAGLE-3: several steps, each on its own results
 ``save``     write the newest checkpoint as a model directory, in the format of SGLang and vLLM
-``measure``  tokens a step on held-out text, by the saved head
+``measure``  tokens a step on held-out text, by the saved head, for its card
 
 Training may be stopped at any time (Ctrl-C or SIGTERM): it writes a checkpoint first.
 """
