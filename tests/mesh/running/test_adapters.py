@@ -16,9 +16,11 @@ from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
 from lockstep import LLM, LoRARequest, SamplingParams
 from router.capsule import FIELD
+from router.tools.operate import main_role
 from router.tools.replay.command import main as replay
 from tests.engine.adapters.made_adapters import PROJECTIONS, make_adapter
 from tests.engine.states.models import make_servable_model
+from tests.mesh.faults.test_transfers import of
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [
@@ -224,6 +226,23 @@ def test_an_adapter_that_cannot_be_served_ends_the_start(adapted: Adapted, tmp_p
         assert command.end() != 0
         assert "has rank 8: --max-lora-rank is 4" in command.log
         assert "Traceback" not in command.log
+
+
+@pytest.mark.nightly
+def test_prompts_of_adapters_go_on_at_an_instance_that_decodes(adapted: Adapted, tmp_path: Path) -> None:
+    """Their keys and values move from one instance to the other, under their adapter's names."""
+    ports = Ports()
+    moves = ("--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}')
+    with adapted.serve(tmp_path / "log", ports, "-dp", "2", *moves) as command:
+        command.wait_for("2 instances ready")
+        for rank, role in (("0", "decode"), ("1", "prefill")):
+            assert main_role([rank, role, *ports.join()]) == 0
+        expected = [adapted.truth(name, prompt, TOKENS) for name, prompt in prompts()]
+        assert asyncio.run(all_streams(ports)) == expected
+        name = "vllm:prompt_tokens_by_source_total"
+        assert of(ports, name, 0, source="external_kv_transfer") > 0
+        assert "Traceback" not in command.log
+        command.stop()
 
 
 @pytest.mark.nightly
