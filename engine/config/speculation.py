@@ -37,6 +37,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The last tokens of a context that must have stood there before."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 5
     """Tokens compared to choose among several matches: the longest agreement wins."""
+    combines: bool = False
+    """Whether a model proposes only where the text has no match.
+
+    A given length of matches asks for it.
+    """
     disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """With more requests running nothing is drafted; None: as long as it pays."""
 
@@ -44,6 +49,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if (self.method in WITH_MODEL) != bool(self.model):
             needs = "takes no" if self.model else "needs"
             raise ValueError(f'method "{self.method}" {needs} "model", the directory of one that proposes')
+        if self.combines and not self.by_model:
+            raise ValueError(f'method "{self.method}" has no model beside which "combines" looks texts up')
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
@@ -89,6 +96,8 @@ def read_config(text: str) -> SpeculativeConfig:
         lengths = [given[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
         if len(lengths) == 1:
             given["prompt_lookup_min"] = given["prompt_lookup_max"] = lengths[0]
+        if lengths and given["method"] != "ngram":
+            given["combines"] = True
         return msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")

@@ -1,4 +1,4 @@
-"""Clock of the time that a step keeps this thread busy, by which drafts are priced."""
+"""Clock of steps' time, by which drafts are priced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 
 
 class BusyClock:
-    """CPU time of the step loop's thread, where it computes the steps of an instance alone.
+    """CPU time of the step loop's thread, where that computes the steps.
 
     Other programs on the same cores do not change it. Where others compute, or are waited for in lockstep,
-    their time counts: it is the clock's on the wall.
+    their time counts: it is the wall's then.
     """
 
     def __init__(self, *, by_thread: bool) -> None:
@@ -21,7 +21,7 @@ class BusyClock:
         return f"<BusyClock by {'thread' if self._by_thread else 'wall'}>"
 
     def step(self, seconds: float, *, is_alone: bool) -> float:
-        """Seconds of the step that ends now, which took so long by the clock on the wall."""
+        """Seconds of the step that ends now; ``seconds``: by the clock on the wall."""
         if not self._by_thread:
             return seconds
         last, self._last = self._last, time.thread_time()

@@ -362,5 +362,5 @@ def _input_of(
 ) -> RowInput | None:
     """The input of a head; None of a whole model."""
     if method == "mtp":
-        return PredictionInput(info, settings, dtype)
+        return PredictionInput(info, settings, dtype, is_cut=is_cut)
     return EagleHead(info, served, dtype, is_cut=is_cut) if method == "eagle3" else None

@@ -1,4 +1,4 @@
-"""Whether drafts pay at a batch size, found by measuring steps with and without them (pure).
+"""Whether drafts pay at a batch size, measured in steps with and without them (pure).
 
 What a draft of a request may bring is guessed from prices (:mod:`engine.speculation.draft_prices`). Here is
 what counts in the end: seconds for a token of the whole step, all that drafting costs included, against those
@@ -92,7 +92,7 @@ class _Size:
 
 
 class DraftTrials:
-    """Drafts on or off for each size of a batch, by what steps brought and took."""
+    """Drafts on or off by size of the batch, as steps brought and took."""
 
     def __init__(self) -> None:
         self._plain = PlainSteps()
@@ -153,7 +153,7 @@ class DraftTrials:
                 self._end(size, loses, plain)
 
     def paid(self, rows: int, seconds: float) -> None:
-        """Take in what was proposed beside prompts, in a step that is no measure of decoding."""
+        """Take in the time of proposing beside prompts, in no step of decode rows alone."""
         size = self._size(rows)
         if size.is_on and size.steps:
             last = size.steps.pop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -29,10 +29,16 @@ from engine.model.weight_files import OpenFile, open_weights
 from engine.model.weights import LoadedModel, load_model
 from engine.speculation.prediction_names import EMBEDDING, HEAD, PredictionNames, names_of
 
+STAND_IN = 64
+"""Rows of an embedding and an output layer in whose place the served model's come."""
+
 
 @dataclass(frozen=True)
 class PredictionReader(ModuleReader):
     """Reads a checkpoint's prediction layer as a model of one layer."""
+
+    shares: ClassVar[bool] = False
+    """Whether the served model's embedding and output layer are used."""
 
     def read(self, device: torch.device, share: ExpertShare | None) -> Any:
         names, number = names_of(self.info)
@@ -41,10 +47,30 @@ class PredictionReader(ModuleReader):
         with self._open_weights() as files:
             given = all_tensors(files)
             tensors = _renamed(given, names, number, self.info)
+            if self.shares:
+                self.config.vocab_size, self.config.pad_token_id = STAND_IN, None
+                tensors |= {name: tensors[name][:STAND_IN] for name in (EMBEDDING, HEAD) if name in tensors}
             options = self._options(self.model_class, device)
             module, report = self.model_class.from_pretrained(None, state_dict=tensors, **options)
         self._check_report(report)
         return module
+
+
+class SharingReader(PredictionReader):
+    """Reads a prediction layer without its embedding and output layer."""
+
+    shares = True
+
+
+def _shares(info: ModelInfo, dtype: torch.dtype) -> bool:
+    """Whether a checkpoint has no embedding and output layer for its prediction layer alone.
+
+    New weights could change a copy that it has.
+    """
+    names, number = names_of(info)
+    own = names.layer.format(number)
+    with open_weights(Path(info.directory), dtype, None) as files:
+        return not {f"{own}embed_tokens.weight", f"{own}shared_head.head.weight"} & all_tensors(files).keys()
 
 
 def _renamed(given: dict[str, Any], names: PredictionNames, number: int, info: ModelInfo) -> dict[str, Any]:
@@ -69,16 +95,20 @@ def _renamed(given: dict[str, Any], names: PredictionNames, number: int, info: M
 class PredictionInput:
     """Input of a prediction layer: the model's result for a position, the next token."""
 
-    def __init__(self, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype, *, is_cut: bool) -> None:
         """Reads the layer; :attr:`model` is to be computed without its embedding.
+
+        ``is_cut``: whether no worker has the served model's whole vocabulary.
 
         Raises:
             CheckpointError: the checkpoint has none, or it cannot be computed.
         """
         alone = msgspec.structs.replace(info, has_states=False)
         self._info, self._settings = alone, settings
+        self._shares = not is_cut and _shares(info, dtype)
+        self._reader = SharingReader if self._shares else PredictionReader
         self.model: LoadedModel = load_model(
-            alone, settings, dtype=dtype, device=torch.device("cpu"), reader_class=PredictionReader
+            alone, settings, dtype=dtype, device=torch.device("cpu"), reader_class=self._reader
         )
         self._served: tuple[Program, Any] | None = None
         """The served model's program and last norm."""
@@ -107,7 +137,14 @@ class PredictionInput:
 
     def attach(self, program: Program, served: Program, model: LoadedModel) -> None:
         """See :meth:`.RowInput.attach`."""
-        self._served = served, _as_it_is(getattr(model.module, model.module.base_model_prefix).norm)
+        base = getattr(model.module, model.module.base_model_prefix)
+        self._served = served, _as_it_is(base.norm)
+        if self._shares:
+            self._embedding = _as_it_is(base.embed_tokens)
+            whole, own = served.laid_out, program.laid_out.packed.output
+            assert own is not None
+            assert whole.packed.output is not None
+            program.ends.share(whole.packed.output, own.output.norm, rounds=whole.sizes[0].rounds)
 
     def served_rows(self, num_tokens: int, wanted: Int64s) -> torch.Tensor:
         """See :meth:`.RowInput.served_rows`."""
@@ -123,7 +160,7 @@ class PredictionInput:
         model, found, here = self.model, copy.copy(self), Path(self._info.directory)
         module = read_again(
             self._info, self._settings, model.dtype, WHOLE, directory, open_file,
-            reader_class=PredictionReader,
+            reader_class=self._reader,
         )  # fmt: skip
         with open_weights(here, model.dtype, None, directory, open_file) as files:
             parts = self._parts_in(all_tensors(files))

@@ -103,6 +103,45 @@ class ModelProposer:
         self._length, self._proposal = length, proposal
 
 
+class CombinedProposer:
+    """Proposes what followed the last tokens before, else what a model gave."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._lookup, self._model = NgramProposer(config), ModelProposer()
+        self._source: Proposer = self._model
+
+    def __repr__(self) -> str:
+        return f"<CombinedProposer {self._lookup!r} {self._model!r}>"
+
+    def __len__(self) -> int:
+        return len(self._lookup)
+
+    @property
+    def is_paid(self) -> bool:
+        """See :attr:`Proposer.is_paid`."""
+        return self._source.is_paid
+
+    def look(self, tokens: Sequence[int], allowance: int) -> int | None:
+        """See :meth:`Proposer.look`."""
+        self._source = self._lookup
+        return None if self._lookup.look(tokens, allowance) is None else self.look_at_model(tokens)
+
+    def look_at_model(self, tokens: Sequence[int]) -> int | None:
+        """The same of the model alone."""
+        self._source = self._model
+        return self._model.look(tokens, 0)
+
+    def take(self, tokens: Sequence[int], length: int) -> list[int]:
+        """See :meth:`Proposer.take`."""
+        return self._source.take(tokens, length)
+
+    def offer(self, length: int, proposal: list[int]) -> None:
+        """See :meth:`Proposer.offer`."""
+        self._model.offer(length, proposal)
+
+
 def proposer_of(config: SpeculativeConfig) -> Proposer:
     """The proposer that the settings ask for."""
+    if config.combines:
+        return CombinedProposer(config)
     return ModelProposer() if config.by_model else NgramProposer(config)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from engine.config.speculation import SpeculativeConfig
 from engine.speculation.draft_prices import DraftTrust, PassCost, StepCost, moved
 from engine.speculation.draft_trials import DraftTrials
-from engine.speculation.proposers import NOTHING, Proposer, proposer_of
+from engine.speculation.proposers import NOTHING, CombinedProposer, Proposer, proposer_of
 from engine.step import Step
 
 MOST_INDEXED = 4096
@@ -44,6 +44,12 @@ class Drafter:
         """``chance``: that a drafted token is taken, as far as is known."""
         self._proposer: Proposer = proposer_of(config)
         self._trust = DraftTrust(chance)
+        self._looked_up = DraftTrust(chance)
+        """The same of what was looked up beside a model."""
+        self._last = self._trust
+        """That of the last draft."""
+        self._runs_on = False
+        """Whether all of the last draft was looked up beside a model, and taken."""
 
     def __repr__(self) -> str:
         return f"<Drafter {self._proposer!r} {self._trust!r}>"
@@ -64,14 +70,24 @@ class Drafter:
         most = most if found is None else min(most, found)
         if most < 1:
             return NOTHING, 0.0
-        if self._proposer.is_paid:
-            return self._proposer.take(tokens, most), math.inf
+        proposer, self._last = self._proposer, self._trust
+        if isinstance(proposer, CombinedProposer) and not proposer.is_paid:
+            length, gain = self._looked_up.length(most, price)
+            if length:
+                self._last = self._looked_up
+                return proposer.take(tokens, length), gain
+            most = min(most, proposer.look_at_model(tokens) or 0)
+        if proposer.is_paid:
+            return proposer.take(tokens, most), math.inf if most else 0.0
         length, gain = self._trust.length(most, price)
-        return self._proposer.take(tokens, length), gain
+        return proposer.take(tokens, length), gain
 
     def ask(self, most: int, price: float) -> tuple[int, float]:
-        """Tokens that a model is to propose, and their expected gain."""
-        return self._trust.length(most, price) if most > 0 else (0, 0.0)
+        """Tokens that a model is to propose, and their expected gain.
+
+        None where what was looked up goes on being right.
+        """
+        return self._trust.length(most, price) if most > 0 and not self._runs_on else (0, 0.0)
 
     def offer(self, length: int, proposal: list[int]) -> None:
         """Take in what a model proposes behind the first ``length`` tokens."""
@@ -79,7 +95,8 @@ class Drafter:
 
     def learn(self, drafted: int, accepted: int, price: float) -> None:
         """Take in that ``accepted`` tokens of the last draft were taken."""
-        self._trust.learn(drafted, accepted, price)
+        self._runs_on = self._last is self._looked_up and accepted == drafted
+        self._last.learn(drafted, accepted, price)
 
 
 Text = tuple[Drafter, Sequence[int], int]
@@ -111,7 +128,7 @@ class Speculation:
         """Whether the last step had drafts."""
         self._plain = 0
         self._unpriced = self._unpriced_size = 0
-        """Steps without drafts until the next one that is priced, and bits of their number of rows."""
+        """Steps until the next one that is priced, and bits of their number of rows."""
         self._is_stale = False
         """Whether the next seconds are those of several steps."""
         self._accepted = 0
@@ -227,9 +244,10 @@ class Speculation:
         self._trials.paid(running, seconds)
 
     def took(self, step: Step, seconds: float, proposing: float, others: int = 0) -> None:
-        """Take in the seconds of a step without prompts, of which some were spent on ``proposing``.
+        """Take in the seconds of a step without prompts.
 
-        Its drafts are learnt from before. ``others``: tokens of the other instances in lockstep.
+        Some of them were spent on ``proposing``. Its drafts are learnt from before. ``others``: tokens of the
+        other instances in lockstep.
         """
         rows, drafts, accepted = len(step.slots), bool(step.drafts), self._accepted
         self._accepted = 0

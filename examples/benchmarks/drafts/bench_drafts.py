@@ -1,4 +1,4 @@
-"""Drafts against none: tokens per CPU second of one engine, in turn, by number of requests.
+"""Drafts against none in one process: tokens per CPU second, by number of requests.
 
     python examples/benchmarks/drafts/bench_drafts.py --text FILE --methods off ngram eagle3=HEAD
 

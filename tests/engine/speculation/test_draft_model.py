@@ -34,8 +34,10 @@ MOST = 5
 class Asking(Speculation):
     """Speculation that asks a model by chance; ``always``: for all that it may."""
 
-    def __init__(self, *, always: bool = False) -> None:
-        super().__init__(SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=MOST))
+    def __init__(self, *, always: bool = False, combines: bool = False) -> None:
+        super().__init__(
+            SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=MOST, combines=combines)
+        )
         self._always = always
         self._random = random.Random(0)
 
@@ -55,11 +57,13 @@ class Drafting(Instance):
     """An instance with a draft model, which is asked as a test wants it."""
 
     always = False
+    combines = False
+    """Whether texts are looked up, too."""
 
     def core(self, how: How, submits: Sequence[Submit] = ()) -> Any:
         core = super().core(how, submits)
         if how.ngrams:
-            speculation = Asking(always=self.always)
+            speculation = Asking(always=self.always, combines=self.combines)
             core.scheduler._speculation = core.scheduler._drafting._speculation = speculation
         return core
 
@@ -190,6 +194,17 @@ def test_it_catches_up_after_a_rest_in_parts(own: Drafting) -> None:
     counters: Counters = core.scheduler.counters()
     assert drafted[2] == 0, "900 tokens are more than one step takes in"
     assert sum(counters.taken_by_place) == counters.drafted_tokens > 10
+
+
+def test_texts_that_are_looked_up_beside_a_model_change_nothing(
+    own: Drafting, alone: tuple[list[Submit], Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submits, expected = alone
+    monkeypatch.setattr(own, "combines", True)
+    monkeypatch.setattr(own, "always", True)
+    found, counters = own.answers(submits, How(ngrams=True, budget=64))
+    assert found == expected
+    assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
 def test_a_draft_that_knows_less_is_refused_in_part(shipped: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.sampling import SamplingParams
 from engine.settings import resolve
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.prediction_layer import STAND_IN
 from tests.engine.invariance.answers import How, settings
 from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.oracle import knowing
@@ -122,6 +123,17 @@ def test_mixed_requests_have_the_bits_that_they_have_without_drafts(served: Serv
         assert found == expected
         assert counters.drafted_tokens > 0
     assert counters.preemptions > 0
+
+
+def test_embedding_and_output_layer_are_in_memory_once(served: Served) -> None:
+    drafts: Any = served.instance.executor._drafts
+    if drafts._info.model_type == "deepseek_v3":  # its files have copies
+        assert len(drafts._model.module.model.embed_tokens.weight) == served.instance.info.vocab_size
+        return
+    assert len(drafts._model.module.model.embed_tokens.weight) == STAND_IN
+    assert drafts._program.laid_out.weight_bytes < served.instance.executor._program.laid_out.weight_bytes / 2
+    own, whole = drafts._program.ends.output, served.instance.executor._program.laid_out.packed.output
+    assert own.head is whole.head
 
 
 def test_a_checkpoint_without_such_a_layer_is_refused_at_the_start(tmp_path: Path) -> None:

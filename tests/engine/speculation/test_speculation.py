@@ -197,6 +197,36 @@ def test_all_drafts_of_a_step_share_its_room() -> None:
     assert [len(draft) for draft in speculation.draft(texts(speculation, 4), 4, 0)] == [0, 0, 0, 0]
 
 
+def combined() -> Drafter:
+    settings = '{"method": "eagle3", "model": "head", "prompt_lookup_min": 3}'
+    return Drafter(read_config(settings), 0.7)
+
+
+def test_a_text_goes_before_a_model_where_it_has_a_match() -> None:
+    by, text = combined(), [1, 2, 3, 4, 5, 6]
+    by.offer(len(text), [50, 51])
+    assert drafted(by, text, 3) == [50, 51]
+    text += [1, 2, 3]
+    by.offer(len(text), [60])
+    assert drafted(by, text, 2) == [4, 5]
+    text += [4, 5]
+    assert by.ask(3, CHEAP)[0] > 0
+    by.learn(2, 2, CHEAP)
+    assert by.ask(3, CHEAP) == (0, 0.0), "the text goes on being right"
+    by.learn(2, 1, CHEAP)
+    assert by.ask(3, CHEAP)[0] > 0
+
+
+def test_a_model_goes_first_where_matches_turn_out_wrong() -> None:
+    by, text = combined(), [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    for _ in range(40):
+        by.offer(len(text), [60, 61])
+        draft = drafted(by, text, 2)
+        by.learn(len(draft), 2 if draft == [60, 61] else 0, CHEAP)
+    assert draft == [60, 61]
+    assert by.ask(2, CHEAP)[0] == 2
+
+
 def test_a_new_request_is_expected_to_be_as_those_before_it() -> None:
     speculation = Speculation(SpeculativeConfig())
     (unknown,) = speculation.draft(texts(speculation, 1), 1, 100)
@@ -259,6 +289,7 @@ def test_settings_are_those_of_vllm(text: str, expected: SpeculativeConfig) -> N
         ('{"method": "draft_model"}', 'needs "model"'),
         ('{"method": "ngram", "model": "small"}', 'takes no "model"'),
         ('{"method": "eagle3"}', 'needs "model"'),
+        ('{"method": "ngram", "combines": true}', "has no model beside which"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: Expected `int` >= 1"),
         ('{"a":' * 5000, "recursion"),
         ('{"method": "ngram", "num_speculative_tokens": 1000}', "<= 64"),
