@@ -83,6 +83,7 @@ def of_reports(
         *_of_transfers(model, reports),
         *of_files(model, reports),
         *_of_adapters(reports),
+        *_of_pooling(model, reports),
         *_of_lockstep(model, reports),
     ]
 
@@ -148,6 +149,17 @@ def _of_adapters(reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
         if (use := report.adapters) is not None:
             info.add_metric([str(use.most), ",".join(use.waiting), ",".join(use.running), str(rank)], 1.0)
     return [info] if info.samples else []
+
+
+def _of_pooling(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
+    """Failed results of pooling models, once there are any."""
+    failed = CounterMetricFamily(
+        "lockstep:pooling_not_finite", "Pooled requests whose result had NaN or infinities.", labels=LABELS
+    )
+    for rank, report in sorted(reports.items()):
+        if report.counters.not_finite:
+            failed.add_metric([model, str(rank)], report.counters.not_finite)
+    return [failed] if failed.samples else []
 
 
 def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:

@@ -204,3 +204,17 @@ def test_links_are_counted_by_peer_and_direction() -> None:
         ("lockstep:link_bytes_total", "received"): (900, "1"),
         ("lockstep:link_wait_seconds_total", None): (1.5, "1"),
     }
+
+
+def test_results_that_are_not_finite_are_shown_once_there_are_any() -> None:
+    reports = {
+        rank: InstanceReport(0, 0, 0, 0, 0, 100, Counters(not_finite=count))
+        for rank, count in ((0, 0), (1, 3))
+    }
+    samples = [
+        (sample.labels["engine"], sample.value)
+        for family in of_reports("tiny", reports)
+        for sample in family.samples
+        if sample.name == "lockstep:pooling_not_finite_total"
+    ]
+    assert samples == [("1", 3)]
