@@ -34,7 +34,6 @@ from router.app.published_keys import PublishedKeys
 from router.app.refusals import Refusals
 from router.app.server_endpoints import ServerEndpoints
 from router.app.store_work import StoreWork
-from router.batches.batch_runs import BatchRuns
 from router.batches.routes import batch_routes, batch_runs
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
@@ -85,13 +84,12 @@ def make_app(
         "responses": generating.responses,
     }
     stored: list[Route] = []
-    runs: Runs | None = None
-    batches: BatchRuns | None = None
+    work: StoreWork | None = None
     if store is not None:
-        window, ttl = config.resume_window, config.store_ttl
-        runs = Runs(store, mesh, handlers, metrics, window=window, ttl=ttl)
+        runs = Runs(store, mesh, handlers, metrics, window=config.resume_window, ttl=config.store_ttl)
         batches = batch_runs(store.database, mesh, config, metrics, handlers)
         stored = stored_routes(runs, config, handlers) + batch_routes(batches, config)
+        work = StoreWork(runs, batches)
     routes = stored + _routes(generating, replaying, endpoints, server)
     routes += _ollama_routes(
         OllamaGenerating(understanding, answering, models), OllamaModelEndpoints(config, models)
@@ -108,7 +106,7 @@ def make_app(
     )
     app.state.refusals = refusals
     app.state.prefix = prefix
-    app.state.work = None if runs is None or batches is None else StoreWork(runs, batches)
+    app.state.work = work
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 

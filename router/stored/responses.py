@@ -15,6 +15,8 @@ from router.config import HttpConfig
 from router.errors import ApiError, ErrorBody, refuse
 from router.http.body import decoder, read_body
 from router.http.large_bodies import run_sized
+from router.stored.conversation_endpoints import NO_SUCH_CONVERSATION
+from router.stored.conversation_store import ConversationStore
 from router.stored.conversations import Item, items_of, page_of
 from router.stored.database import StoreUnusable
 from router.stored.replayed_body import Handler, with_body
@@ -23,6 +25,10 @@ from router.stored.store import AnswerState, StoredAnswer, id_of, key_of
 from router.stored.streams import NO_SUCH_ANSWER, PREFIXES, Streams, begun, unusable
 
 QUEUED, CANCELLED, FAILED, IN_PROGRESS = "queued", "cancelled", "failed", "in_progress"
+
+
+class _Named(msgspec.Struct):
+    id: str
 
 
 class _Fields(msgspec.Struct):
@@ -34,6 +40,7 @@ class _Fields(msgspec.Struct):
     background: bool | None = None
     stream: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | _Named | None = None
     request_id: str | None = None
     metadata: dict[str, Any] | None = None
 
@@ -54,10 +61,18 @@ _read_fields = decoder(_Fields)
 class StoredResponses:
     """Handlers of /v1/responses and of what lies below it."""
 
-    def __init__(self, runs: Runs, streams: Streams, config: HttpConfig, handler: Handler) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        streams: Streams,
+        conversations: ConversationStore,
+        config: HttpConfig,
+        handler: Handler,
+    ) -> None:
         """``handler``: answers a response that is not stored, and makes those that are."""
         self._runs = runs
         self._streams = streams
+        self._conversations = conversations
         self._config = config
         self._handler = handler
 
@@ -69,18 +84,26 @@ class StoredResponses:
         body = await read_body(request, self._config)
         fields = await run_sized(lambda: _read_fields(body), len(body))
         purpose = self._purpose(request, fields)
-        if purpose is None and not fields.previous_response_id:
+        conversation = _conversation_of(fields)
+        if purpose is None and not (fields.previous_response_id or conversation):
             return await self._handler(with_body(request, body))
         client_id = client_id_of(request, fields.request_id)
         id = PREFIXES["responses"] + client_id
         before = await self._before(fields.previous_response_id, tenant_of(request))
+        if conversation:  # it is the store that adds the answer to it
+            purpose = purpose or Purpose.STORED
+            before = await self._items_of(conversation, tenant_of(request))
         items = items_of(fields.input, before, id)
-        if before:
-            body = await run_sized(lambda: _with_input(body, items), len(body))
+        if before or conversation:
+            given = None if not conversation else {"id": conversation}
+            body = await run_sized(lambda: _with_input(body, items, given), len(body))
         if purpose is None:
             request.state.is_resolved = True
             return await self._handler(with_body(request, body))
-        new = NewAnswer("responses", id, client_id, purpose, body, msgspec.json.encode(items))
+        added = msgspec.json.encode(items[len(before) :]) if conversation else b""
+        new = NewAnswer(
+            "responses", id, client_id, purpose, body, msgspec.json.encode(items), conversation, added
+        )
         run = await begun(self._runs, request, new)
         if run is None:
             request.state.is_resolved = True
@@ -107,6 +130,15 @@ class StoredResponses:
             refuse(f"The previous response {previous} is {row.state}, not done.", "previous_response_id")
         given = msgspec.json.decode(row.input, type=list[Item])
         return given + msgspec.json.decode(row.answer, type=_WithOutput).output
+
+    async def _items_of(self, conversation: str, tenant: str) -> list[Item]:
+        try:
+            found = await self._conversations.get(conversation, tenant)
+        except StoreUnusable as error:
+            raise unusable() from error
+        if found is None:
+            raise ApiError(404, NO_SUCH_CONVERSATION, param="conversation")
+        return found.items
 
     async def _whole(self, run: Run) -> Response:
         """The response, once it has ended."""
@@ -220,9 +252,21 @@ def _unfinished(id: str, again: RunRequest, status: str) -> wire.ResponseObject:
         store=asked.store is not False,
         background=bool(asked.background),
         previous_response_id=asked.previous_response_id,
+        conversation=asked.conversation,
     )
 
 
-def _with_input(body: bytes, items: list[Item]) -> bytes:
+def _with_input(body: bytes, items: list[Item], conversation: dict[str, str] | None) -> bytes:
     """A request's body with the whole conversation as its input."""
-    return msgspec.json.encode(msgspec.json.decode(body) | {"input": items})
+    given = msgspec.json.decode(body)
+    return msgspec.json.encode(given | {"input": items, "conversation": conversation})
+
+
+def _conversation_of(fields: _Fields) -> str:
+    """Id of the conversation that a request names; empty for none."""
+    named = fields.conversation
+    if not named:
+        return ""
+    if fields.previous_response_id:
+        refuse("Give conversation or previous_response_id, not both.", "conversation")
+    return named if isinstance(named, str) else named.id

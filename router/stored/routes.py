@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from starlette.routing import Route
 
 from router.config import HttpConfig
+from router.stored.conversation_endpoints import ConversationEndpoints, where_conversations_are
+from router.stored.conversation_store import ConversationStore
 from router.stored.replayed_body import Handler
 from router.stored.responses import StoredResponses
 from router.stored.runs import Runs
@@ -23,7 +25,9 @@ PATHS = {
 def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler]) -> list[Route]:
     """Routes that stand before those of the same paths without a store."""
     streams = Streams(runs, config)
-    responses = StoredResponses(runs, streams, config, handlers["responses"])
+    conversations = ConversationStore(runs.store.database, config.store_ttl)
+    responses = StoredResponses(runs, streams, conversations, config, handlers["responses"])
+    endpoints = ConversationEndpoints(conversations, config)
     return [
         *(
             Route(path, streams.resumable(kind, handlers[kind]), methods=["POST"])
@@ -35,4 +39,17 @@ def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler
         Route("/v1/responses/{id:path}/input_items", responses.input_items, methods=["GET"]),
         Route("/v1/responses/{id:path}", responses.get, methods=["GET"]),
         Route("/v1/responses/{id:path}", responses.delete, methods=["DELETE"]),
+        *(
+            Route(path, where_conversations_are(handler), methods=[method])
+            for method, path, handler in (
+                ("POST", "/v1/conversations", endpoints.create),
+                ("GET", "/v1/conversations/{id}", endpoints.get),
+                ("POST", "/v1/conversations/{id}", endpoints.update),
+                ("DELETE", "/v1/conversations/{id}", endpoints.delete),
+                ("GET", "/v1/conversations/{id}/items", endpoints.list_items),
+                ("POST", "/v1/conversations/{id}/items", endpoints.add_items),
+                ("GET", "/v1/conversations/{id}/items/{item}", endpoints.get_item),
+                ("DELETE", "/v1/conversations/{id}/items/{item}", endpoints.delete_item),
+            )
+        ),
     ]

@@ -26,6 +26,7 @@ from router.ids import repeat_ids
 from router.mesh import Mesh, MeshError
 from router.metrics.metrics import Metrics
 from router.metrics.request_histograms import CountedRequests
+from router.stored.conversation_store import addition
 from router.stored.database import StoreUnusable
 from router.stored.event_log import EventLog
 from router.stored.journal import Journal, JournalMesh
@@ -72,6 +73,10 @@ class RunRequest(msgspec.Struct, frozen=True):
     purpose: Purpose
     model: str
     """Fingerprint of the model that answers: tokens of another one cannot be continued."""
+    conversation: str = ""
+    """Id of the conversation that it goes on with."""
+    new_items: bytes = b""
+    """Items, in JSON, that the request adds to the conversation."""
 
 
 class NewAnswer(msgspec.Struct, frozen=True):
@@ -86,6 +91,10 @@ class NewAnswer(msgspec.Struct, frozen=True):
     body: bytes
     items: bytes = b""
     """Items of the conversation that it answers, in JSON."""
+    conversation: str = ""
+    """Id of the conversation to which new items and answer are added."""
+    new_items: bytes = b""
+    """Those items, in JSON."""
 
 
 class RouterEnds(Exception):
@@ -192,6 +201,8 @@ class Runs:
             seed=random.SystemRandom().getrandbits(63),
             purpose=new.purpose,
             model=self._fingerprint(),
+            conversation=new.conversation,
+            new_items=new.new_items,
         )
         tenant = tenant_of(request)
         run = Run(new.id, tenant, again, owned=True)
@@ -319,7 +330,11 @@ class Runs:
 
     async def _store_end(self, run: Run, error: ApiError | None) -> None:
         state, answer = (AnswerState.FAILED, error_body(error)) if error is not None else outcome_of(run)
-        await self.store.end(run.key, state, self._expiry(run.request), answer, run.log.events)
+        also = None
+        if run.request.conversation and state is AnswerState.DONE and answer is not None:
+            added = msgspec.json.decode(run.request.new_items) + msgspec.json.decode(answer)["output"]
+            also = addition(run.request.conversation, run.tenant, added, time.time() + self._ttl)
+        await self.store.end(run.key, state, self._expiry(run.request), answer, run.log.events, also)
         self.counts.store.events[f"answer_{state}"] += 1
         if run.counts is not None:
             self.counts.take(run.counts)

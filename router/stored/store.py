@@ -11,7 +11,7 @@ import asyncio
 import sqlite3
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -108,18 +108,29 @@ class AnswerStore:
         await self.database.run(begin)
 
     async def end(
-        self, id: str, state: AnswerState, expires: float, answer: bytes | None, events: Sequence[bytes]
+        self,
+        id: str,
+        state: AnswerState,
+        expires: float,
+        answer: bytes | None,
+        events: Sequence[bytes],
+        also: Callable[[sqlite3.Connection], None] | None = None,
     ) -> None:
-        """Store the end of an answer that this router owns, in place of its tokens."""
+        """Store the end of an answer that this router owns, in place of its tokens.
+
+        ``also`` is done in the same transaction if the answer ends now.
+        """
         packed = await asyncio.to_thread(zlib.compress, b"".join(events), 1)
 
         def end(connection: sqlite3.Connection) -> None:
-            connection.execute(
+            ended = connection.execute(
                 "UPDATE answers SET state = ?, expires = ?, answer = ?, events = ?, bytes = bytes + ?"
                 " WHERE id = ? AND owner = ? AND state = 'running'",
                 (state, expires, answer, packed, len(packed) + len(answer or b""), id, self.owner),
             )
             connection.execute("DELETE FROM tokens WHERE id = ?", (id,))
+            if also is not None and ended.rowcount:
+                also(connection)
 
         await self.database.run(end)
 

@@ -126,7 +126,7 @@ async def begun(runs: Runs, request: Request, new: NewAnswer) -> Run | None:
     except (StoreFull, StoreUnusable) as error:
         runs.complain(error)
         runs.counts.store.events["answer_not_stored"] += 1
-        if new.purpose is Purpose.BACKGROUND:
+        if new.purpose is Purpose.BACKGROUND or new.conversation:
             raise ApiError(503, "The store of answers is full or does not work.") from error
         return None
 

@@ -100,6 +100,7 @@ class ResponsesAnswer(Answer):
             store=self._stored and request.store is not False,
             background=self._stored and bool(request.background),
             previous_response_id=request.previous_response_id,
+            conversation=request.conversation,
             system_fingerprint=self.fingerprint,
             weight_version=self.weight_version,
             weight_versions=self.weight_versions,

@@ -14,7 +14,7 @@ from router.openai_api import ChatRequest, MoreFields
 KEPT = ("previous_response_id", "previous_response", "conversation", "background", "prompt")
 """Fields that refer to answers kept by a server."""
 
-REFERRING_ELSEWHERE = ("previous_response", "conversation", "prompt")
+REFERRING_ELSEWHERE = ("previous_response", "prompt")
 """Those of them that no store of answers holds."""
 
 UNSUPPORTED = {

@@ -160,6 +160,7 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
     store: bool = False
     background: bool = False
     previous_response_id: str | None = None
+    conversation: Any = None
     system_fingerprint: str | None = None
     """Name of the numerics class, as in chat completions."""
     weight_version: str | UnsetType = UNSET

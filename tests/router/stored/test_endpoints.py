@@ -105,6 +105,51 @@ def test_a_response_continues_another(stored: Server) -> None:
         client.responses.create(model="tiny", input="again", previous_response_id="resp_nobody")
 
 
+def test_a_conversation_gets_what_is_asked_and_answered_in_it(stored: Server) -> None:
+    client = client_of(stored)
+    made = client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "Hello"}], metadata={"topic": "tests"}
+    )
+    first = client.responses.create(model="tiny", input="again", conversation=made.id)
+    assert first.conversation is not None
+    assert (first.conversation.id, first.output_text) == (made.id, SAID)
+    stream = client.responses.create(model="tiny", input="more", conversation=made.id, stream=True)
+    assert list(stream)[-1].type == "response.completed"
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    assert [(each.role, each.content[0].text) for each in items] == [  # type: ignore[union-attr]
+        ("user", "Hello"), ("user", "again"), ("assistant", SAID), ("user", "more"), ("assistant", SAID)
+    ]  # fmt: skip
+    whole = [
+        {"role": "user", "content": "Hello"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": SAID},
+        {"role": "user", "content": "more"},
+    ]
+    client.responses.create(model="tiny", input=whole)  # type: ignore[arg-type]
+    *_, continued, spelled_out = stored.mesh.prompts
+    assert continued.prompt_ids == spelled_out.prompt_ids
+    (added,) = client.conversations.items.create(made.id, items=[{"role": "user", "content": "last"}]).data
+    assert client.conversations.items.retrieve(str(added.id), conversation_id=made.id) == added
+    client.conversations.items.delete(str(added.id), conversation_id=made.id)
+    assert len(list(client.conversations.items.list(made.id))) == 5
+    assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    with pytest.raises(openai.BadRequestError, match="not both"):
+        client.responses.create(model="tiny", input="x", conversation=made.id, previous_response_id=first.id)
+    foreign = client_of(stored, "two")
+    for call in (
+        lambda: foreign.conversations.retrieve(made.id),
+        lambda: foreign.conversations.delete(made.id),
+        lambda: foreign.conversations.items.list(made.id),
+        lambda: foreign.responses.create(model="tiny", input="x", conversation=made.id),
+        lambda: client.conversations.items.retrieve("msg_nobody", conversation_id=made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    assert client.conversations.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(made.id)
+
+
 def test_a_response_in_the_background_is_polled_and_cancelled(stored: Server) -> None:
     client = client_of(stored)
     stored.mesh.delay = 0.2

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from router.stored.conversation_store import ConversationStore, addition
 from router.stored.database import ANSWERS, StoreDatabase, StoreFull, StoreUnusable
 from router.stored.store import (
     AnswerExists,
@@ -144,3 +145,23 @@ def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Pa
     assert {each.name.split(".")[1] for each in tmp_path.glob("*.lock")} == {living.owner, newest.owner}
     for store in (dead, living, newest):
         store.database.close()
+
+
+def test_an_answer_is_added_to_its_conversation_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        lost, owner = opened(tmp_path), opened(tmp_path)
+        conversations = ConversationStore(owner.database, 60.0)
+        made = await conversations.begin("t", [], {})
+        add = addition(made.id, "t", [{"id": "m"}], time.time() + 60)
+        await lost.begin(answer(lost, "a"))
+        dies(lost)
+        assert await owner.claim("t/a")
+        for store in (lost, owner, owner):
+            await store.end("t/a", AnswerState.DONE, time.time() + 60, b"{}", [], add)
+        found = await conversations.get(made.id, "t")
+        assert found is not None
+        assert found.items == [{"id": "m"}]
+        for store in (lost, owner):
+            store.database.close()
+
+    asyncio.run(run())

@@ -1,0 +1,164 @@
+"""Endpoints of conversations, as OpenAI has them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.answers import encode, json_response
+from router.config import HttpConfig
+from router.errors import ApiError, refuse
+from router.http.body import decoder, read_body
+from router.stored.conversation_store import Conversation, ConversationStore, TooManyItems
+from router.stored.conversations import Item, ItemList, items_of, page_of
+from router.stored.database import StoreFull, StoreUnusable
+from router.stored.replayed_body import Handler
+from router.stored.runs import tenant_of
+from router.stored.streams import unusable
+
+MOST_ADDED = 20
+"""Items that one call adds, as with OpenAI."""
+MOST_PAIRS, MOST_CHARACTERS = 16, 512
+NO_SUCH_CONVERSATION = "There is no conversation of this id: it has expired, was deleted, or never was."
+
+
+class _Given(msgspec.Struct):
+    items: list[Item] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationObject(msgspec.Struct):
+    """A conversation without its items, in OpenAI's form."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
+
+
+class DeletedConversation(msgspec.Struct):
+    """Answer to a deletion."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+
+
+_read = decoder(_Given)
+
+
+def where_conversations_are(handler: Handler) -> Handler:
+    """The handler, whose failures of the store become error responses."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except StoreUnusable as error:
+            raise unusable() from error
+        except StoreFull as error:
+            raise ApiError(507, "The store is full (--store-max-bytes).") from error
+        except TooManyItems as error:
+            raise ApiError(400, str(error), param="items") from error
+
+    return handle
+
+
+class ConversationEndpoints:
+    """Handlers of /v1/conversations."""
+
+    def __init__(self, store: ConversationStore, config: HttpConfig) -> None:
+        self._store = store
+        self._config = config
+
+    def __repr__(self) -> str:
+        return f"<ConversationEndpoints of {self._store!r}>"
+
+    async def create(self, request: Request) -> Response:
+        """``POST /v1/conversations``."""
+        given = await self._given(request)
+        items = items_of(given.items or [], [], uuid.uuid4().hex)
+        made = await self._store.begin(tenant_of(request), items, given.metadata or {})
+        return json_response(encode(_object_of(made)))
+
+    async def get(self, request: Request) -> Response:
+        """``GET /v1/conversations/{id}``."""
+        return json_response(encode(_object_of(await self._found(request))))
+
+    async def update(self, request: Request) -> Response:
+        """``POST /v1/conversations/{id}``: other metadata."""
+        given = await self._given(request)
+
+        def change(found: Conversation) -> None:
+            found.metadata = given.metadata or {}
+
+        return json_response(encode(_object_of(await self._changed(request, change))))
+
+    async def delete(self, request: Request) -> Response:
+        """``DELETE /v1/conversations/{id}``."""
+        found = await self._found(request)
+        await self._store.delete(found.id)
+        return json_response(encode(DeletedConversation(found.id)))
+
+    async def list_items(self, request: Request) -> Response:
+        """``GET /v1/conversations/{id}/items``."""
+        found, query = await self._found(request), request.query_params
+        page = page_of(found.items, query.get("limit"), query.get("order"), query.get("after"))
+        return json_response(encode(page))
+
+    async def add_items(self, request: Request) -> Response:
+        """``POST /v1/conversations/{id}/items``."""
+        given = await self._given(request)
+        if not given.items:
+            refuse("items must have at least one item.", "items")
+        new = items_of(given.items, [], uuid.uuid4().hex)
+        await self._changed(request, lambda found: found.items.extend(new))
+        return json_response(encode(ItemList(new, new[0]["id"], new[-1]["id"], False)))
+
+    async def get_item(self, request: Request) -> Response:
+        """``GET /v1/conversations/{id}/items/{item}``."""
+        found = await self._found(request)
+        return json_response(encode(found.items[_index_of(found, request.path_params["item"])]))
+
+    async def delete_item(self, request: Request) -> Response:
+        """``DELETE /v1/conversations/{id}/items/{item}``."""
+
+        def change(found: Conversation) -> None:
+            del found.items[_index_of(found, request.path_params["item"])]
+
+        return json_response(encode(_object_of(await self._changed(request, change))))
+
+    async def _given(self, request: Request) -> _Given:
+        given = _read(await read_body(request, self._config) or b"{}")
+        if len(given.items or []) > MOST_ADDED:
+            refuse(f"items may have {MOST_ADDED} items at a time.", "items")
+        pairs = (given.metadata or {}).items()
+        if len(pairs) > MOST_PAIRS or any(len(key) + len(value) > MOST_CHARACTERS for key, value in pairs):
+            refuse(f"metadata may have {MOST_PAIRS} pairs of {MOST_CHARACTERS} characters.", "metadata")
+        return given
+
+    async def _found(self, request: Request) -> Conversation:
+        found = await self._store.get(request.path_params["id"], tenant_of(request))
+        if found is None:
+            raise ApiError(404, NO_SUCH_CONVERSATION)
+        return found
+
+    async def _changed(self, request: Request, change: Any) -> Conversation:
+        found = await self._store.change(request.path_params["id"], tenant_of(request), change)
+        if found is None:
+            raise ApiError(404, NO_SUCH_CONVERSATION)
+        return found
+
+
+def _object_of(found: Conversation) -> ConversationObject:
+    return ConversationObject(found.id, int(found.created), found.metadata)
+
+
+def _index_of(found: Conversation, item: str) -> int:
+    ids = [each["id"] for each in found.items]
+    if item not in ids:
+        raise ApiError(404, "There is no item of this id in the conversation.")
+    return ids.index(item)

@@ -1,0 +1,129 @@
+"""Conversations: items that requests add to, in the routers' common store."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from router.stored.database import StoreDatabase
+
+Item = dict[str, Any]
+
+MOST_ITEMS = 10_000
+"""Most items of a conversation."""
+
+
+class TooManyItems(Exception):
+    """A conversation would have over :data:`MOST_ITEMS` items."""
+
+
+class Conversation(msgspec.Struct):
+    """A conversation, and its items in their order."""
+
+    id: str
+    created: float
+    metadata: dict[str, str]
+    items: list[Item]
+
+
+class ConversationStore:
+    """Conversations of all tenants. All methods may raise :class:`.StoreUnusable`."""
+
+    def __init__(self, database: StoreDatabase, ttl: float) -> None:
+        """``ttl``: seconds that one is kept after its last change."""
+        self._database = database
+        self._ttl = ttl
+
+    def __repr__(self) -> str:
+        return f"<ConversationStore in {self._database!r}>"
+
+    async def begin(self, tenant: str, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
+        """A new conversation.
+
+        Raises:
+            StoreFull: there is no room.
+        """
+        now = time.time()
+        made = Conversation(f"conv_{uuid.uuid4().hex}", now, metadata, list(items))
+        encoded = msgspec.json.encode(made.items)
+
+        def begin(connection: sqlite3.Connection) -> None:
+            self._database.check_room(connection, len(encoded))
+            connection.execute(
+                "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (made.id, tenant, now, now + self._ttl, msgspec.json.encode(metadata), encoded, len(encoded)),
+            )
+
+        await self._database.run(begin)
+        return made
+
+    async def get(self, id: str, tenant: str) -> Conversation | None:
+        """A tenant's conversation, unless it has expired."""
+        return await self._database.run(lambda connection: found_in(connection, id, tenant))
+
+    async def change(
+        self, id: str, tenant: str, change: Callable[[Conversation], None]
+    ) -> Conversation | None:
+        """Change a tenant's conversation, and return it as it is now; None if there is none.
+
+        Raises:
+            TooManyItems, StoreFull: there is no room.
+        """
+
+        def write(connection: sqlite3.Connection) -> Conversation | None:
+            found = found_in(connection, id, tenant)
+            if found is not None:
+                before = len(msgspec.json.encode(found.items))
+                change(found)
+                self._database.check_room(connection, len(msgspec.json.encode(found.items)) - before)
+                put(connection, found, time.time() + self._ttl)
+            return found
+
+        return await self._database.run(write)
+
+    async def delete(self, id: str) -> None:
+        """Delete a conversation; the answers in it stay."""
+        await self._database.run(
+            lambda connection: connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
+        )
+
+
+def found_in(connection: sqlite3.Connection, id: str, tenant: str) -> Conversation | None:
+    """A tenant's conversation, in a transaction."""
+    query = "SELECT created, metadata, items FROM conversations WHERE id = ? AND tenant = ? AND expires > ?"
+    row = connection.execute(query, (id, tenant, time.time())).fetchone()
+    if row is None:
+        return None
+    return Conversation(id, row[0], msgspec.json.decode(row[1]), msgspec.json.decode(row[2]))
+
+
+def put(connection: sqlite3.Connection, changed: Conversation, expires: float) -> None:
+    """Write a conversation that was changed, in a transaction.
+
+    Raises:
+        TooManyItems: it has too many.
+    """
+    if len(changed.items) > MOST_ITEMS:
+        raise TooManyItems(f"A conversation may have {MOST_ITEMS} items.")
+    items = msgspec.json.encode(changed.items)
+    connection.execute(
+        "UPDATE conversations SET metadata = ?, items = ?, bytes = ?, expires = MAX(expires, ?) WHERE id = ?",
+        (msgspec.json.encode(changed.metadata), items, len(items), expires, changed.id),
+    )
+
+
+def addition(id: str, tenant: str, items: list[Item], expires: float) -> Callable[[sqlite3.Connection], None]:
+    """Part of a transaction that adds an answer's items, unless the conversation is gone or full."""
+
+    def add(connection: sqlite3.Connection) -> None:
+        found = found_in(connection, id, tenant)
+        if found is not None and len(found.items) + len(items) <= MOST_ITEMS:
+            found.items += items
+            put(connection, found, expires)
+
+    return add
