@@ -171,9 +171,9 @@ def errors() -> None:
     expect(litellm.ContextWindowExceededError, ask(messages=long), "context")
     expect(litellm.Timeout, ask(max_tokens=1500, timeout=0.2, extra_body={"ignore_eos": True}), "")
     expect(
-        litellm.NotFoundError,
+        litellm.BadRequestError,
         lambda: litellm.embedding(f"openai/{MODEL}", **PLACE, input=["She"]),
-        "/v1/embeddings",
+        "--runner pooling",
     )
     if checks.KEY != "none":
         expect(litellm.AuthenticationError, ask(api_key="wrong"), "key")

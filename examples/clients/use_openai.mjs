@@ -114,7 +114,7 @@ const checks = {
     const ask = (more) => () => client.chat.completions.create({ model, messages, max_tokens: 5, ...more });
     await assert.rejects(ask({ temperature: -1 }), OpenAI.BadRequestError);
     await assert.rejects(ask({ model: 'nobody' }), OpenAI.NotFoundError);
-    await assert.rejects(() => client.embeddings.create({ model, input: 'She' }), OpenAI.NotFoundError);
+    await assert.rejects(() => client.embeddings.create({ model, input: 'She' }), OpenAI.BadRequestError);
     await assert.rejects(
       () => client.completions.create({ model, prompt: 'She', max_tokens: 1500, ignore_eos: true }, { timeout: 200 }),
       OpenAI.APIConnectionTimeoutError,

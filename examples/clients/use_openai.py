@@ -337,7 +337,6 @@ def bad_requests() -> None:
 @check
 def what_is_not_served() -> None:
     for call in (
-        lambda: client.embeddings.create(model=MODEL, input="She"),
         lambda: client.moderations.create(input="She"),
         lambda: client.images.generate(prompt="a ball"),
         lambda: client.audio.speech.create(model=MODEL, input="She", voice="alloy"),

@@ -16,6 +16,7 @@ from router.api.parameters import sampling_params
 from router.api.prompts import num_prompt_tokens, prompts_of
 from router.api.validation import check, keep_offered_tools
 from router.config import HttpConfig
+from router.errors import refuse
 from router.http.large_bodies import run_sized
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
@@ -128,4 +129,6 @@ class Understanding:
         sent = keep_offered_tools(wanted, self._config) if isinstance(wanted, ChatRequest) else ()
         if wanted.model and not model.served.knows(wanted.model):
             raise no_such_model(wanted.model)
+        if model.served.pooling is not None:
+            refuse(f"This model generates no text, it does {model.served.pooling.offer}.", "model")
         return wanted, sent

@@ -22,13 +22,12 @@ from coordinator.process.tracing import Tracing
 from router.api.answering import Answering
 from router.api.generating import Generating
 from router.api.ollama.handlers import OllamaGenerating
-from router.api.ollama.wire import REFUSED_CHANGES
 from router.api.replaying import Replaying
 from router.api.understanding import Understanding
 from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
 from router.app.middleware import error_response, middleware
-from router.app.ollama_models import OllamaModelEndpoints
+from router.app.ollama_models import ollama_routes
 from router.app.paths import not_there
 from router.app.published_keys import PublishedKeys
 from router.app.refusals import Refusals
@@ -42,6 +41,7 @@ from router.http.request_path import prefix_of
 from router.mesh import Mesh, MeshError
 from router.metrics.http_counts import Counting, Handlers
 from router.metrics.metrics import Metrics
+from router.pooled.routes import pooled_routes
 from router.signing.keys import KEYS_PATH, CapsuleKey
 from router.stored.routes import stored_routes
 from router.stored.runs import Runs
@@ -91,9 +91,8 @@ def make_app(
         stored = stored_routes(runs, config, handlers) + batch_routes(batches, config)
         work = StoreWork(runs, batches)
     routes = stored + _routes(generating, replaying, endpoints, server)
-    routes += _ollama_routes(
-        OllamaGenerating(understanding, answering, models), OllamaModelEndpoints(config, models)
-    )
+    routes += ollama_routes(OllamaGenerating(understanding, answering, models), config, models)
+    routes += pooled_routes(mesh, config, quotas, models)
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(
@@ -153,19 +152,6 @@ def _routes(
         Route("/fault_tolerance/status", server.faults, methods=["GET"]),
         Route("/openapi.json", server.openapi, methods=["GET"]),
         Route("/metrics", server.exposition, methods=["GET"]),
-    ]
-
-
-def _ollama_routes(generating: OllamaGenerating, models: OllamaModelEndpoints) -> list[Route]:
-    """Routes of Ollama's API."""
-    return [
-        Route("/api/chat", generating.chat, methods=["POST"]),
-        Route("/api/generate", generating.generate, methods=["POST"]),
-        Route("/api/tags", models.tags, methods=["GET"]),
-        Route("/api/ps", models.ps, methods=["GET"]),
-        Route("/api/show", models.show, methods=["POST"]),
-        Route("/api/version", models.version, methods=["GET"]),
-        *(Route(path, models.refused, methods=[method]) for path, (method, _) in REFUSED_CHANGES.items()),
     ]
 
 

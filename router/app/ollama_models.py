@@ -11,9 +11,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from router.api.answers import encode, json_response
 from router.api.ollama.answer import timestamp
+from router.api.ollama.handlers import OllamaGenerating
 from router.api.ollama.request import known_name
 from router.api.ollama.wire import REFUSED_CHANGES
 from router.config import HttpConfig
@@ -167,6 +169,8 @@ class OllamaModelEndpoints:
     def _capabilities(self, model: TextModel) -> list[str]:
         config = self._config
         harmony = writes_harmony(model.tokenizer, config.reasoning_parser, config.tool_call_parser)
+        if model.served.pooling is not None:
+            return ["embedding"]
         found = ["completion"]
         if harmony or (config.enable_auto_tool_choice and config.tool_call_parser):
             found.append("tools")
@@ -199,3 +203,17 @@ class _Checkpoint:
 
     def sizes(self) -> dict[str, Any]:
         return {ours: self._config[name] for name, ours in self.SIZES.items() if name in self._config}
+
+
+def ollama_routes(generating: OllamaGenerating, config: HttpConfig, models: TextModels) -> list[Route]:
+    """Routes of Ollama's API."""
+    about = OllamaModelEndpoints(config, models)
+    return [
+        Route("/api/chat", generating.chat, methods=["POST"]),
+        Route("/api/generate", generating.generate, methods=["POST"]),
+        Route("/api/tags", about.tags, methods=["GET"]),
+        Route("/api/ps", about.ps, methods=["GET"]),
+        Route("/api/show", about.show, methods=["POST"]),
+        Route("/api/version", about.version, methods=["GET"]),
+        *(Route(path, about.refused, methods=[method]) for path, (method, _) in REFUSED_CHANGES.items()),
+    ]

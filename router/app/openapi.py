@@ -38,6 +38,7 @@ from router.openai_api import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from router.pooled import wire as pooled
 from router.signing.keys import KEYS_PATH, PublicKeys
 
 NDJSON = "application/x-ndjson"
@@ -121,6 +122,25 @@ OPERATIONS = [
     *(
         Operation(method.lower(), path, f"Refused: would {what}")
         for path, (method, what) in REFUSED_CHANGES.items()
+    ),
+    *(
+        Operation("post", path, summary, body, answer)
+        for path, summary, body, answer in (
+            ("/v1/embeddings", "Texts to embeddings", pooled.EmbeddingRequest, pooled.PooledList),
+            ("/v2/embed", "The same in Cohere's words", pooled.CohereEmbedRequest, pooled.CohereEmbedded),
+            ("/embed", "The same in the words of text-embeddings-inference", pooled.TeiRequest, None),
+            ("/api/embed", "The same in Ollama's", pooled.OllamaEmbedRequest, pooled.OllamaEmbedded),
+            ("/api/embeddings", "One of them", pooled.OllamaEmbedRequest, pooled.OllamaEmbedding),
+            ("/pooling", "Numbers of any task", pooled.PoolingRequest, pooled.PooledList),
+            ("/score", "Pairs of texts to scores", pooled.ScoreRequest, pooled.PooledList),
+            ("/v1/score", "The same", pooled.ScoreRequest, pooled.PooledList),
+            ("/rerank", "Documents by their score", pooled.RerankRequest, pooled.RankedList),
+            ("/v1/rerank", "The same", pooled.RerankRequest, pooled.RankedList),
+            ("/v2/rerank", "The same in Cohere's words", pooled.RerankRequest, pooled.RankedList),
+            ("/classify", "Texts to classes", pooled.PoolingRequest, pooled.PooledList),
+            ("/predict", "The same for text-embeddings-inference", pooled.TeiRequest, None),
+            ("/similarity", "Cosines of embeddings", pooled.SimilarityRequest, None),
+        )
     ),
     Operation("post", "/v1/replay", "A sample of a capsule, computed again", ReplayRequest, ReplayAnswer),
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),

@@ -15,7 +15,7 @@ KNOWN = tuple(dict.fromkeys(each.path for each in OPERATIONS if "{" not in each.
 """Paths without parameters."""
 
 NOT_BUILT = re.compile(
-    r"(/v\d)?/(embeddings?|pooling|score|rerank|classify|moderations|images|audio|realtime|files|batches"
+    r"(/v\d)?/(moderations|images|audio|realtime|files|batches"
     r"|uploads|fine_tuning|assistants|threads|vector_stores)(/.*)?",
     re.DOTALL,
 )

@@ -248,7 +248,7 @@ def test_paths_are_given_out_with_the_prefix(served: ServedModel, prefix: str) -
             assert message == (
                 f"This server has no {there}/chat/completions: did you mean {there}/v1/chat/completions?"
             )
-        message = server.client.get("/v1/embeddings").json()["error"]["message"]
+        message = server.client.get("/v1/audio/speech").json()["error"]["message"]
         assert message.endswith(f"GET {there}/openapi.json lists what it has.")
         assert f"GET {there}/v1/completions: Method Not" in server.client.get("/v1/completions").text
 

@@ -49,7 +49,7 @@ def test_what_is_called_not_served_is_not_there(server: Server, path: str) -> No
 
 
 def test_denials_are_found() -> None:
-    assert {"/render", "/cohere/v2/chat", "/v1/embeddings", "/v1/chat/completions/batch"} <= DENIED.keys()
+    assert {"/render", "/cohere/v2/chat", "/v1/realtime", "/v1/chat/completions/batch"} <= DENIED.keys()
 
 
 def served() -> Iterator[tuple[str, str]]:

@@ -32,7 +32,7 @@ def test_answers_by_handler_method_and_status(served: ServedModel) -> None:
         server.client.get("/v1/models")
         server.client.get("/v1/models/other/name")
         server.client.get("/v1/responses/a/input_items")
-        for path in ("/a", "/b", "/v1/embeddings", "/health", "/ping"):
+        for path in ("/a", "/b", "/v1/audio/speech", "/health", "/ping"):
             server.client.get(path)
         server.client.request("PROPFIND", "/a")
         expected = {

@@ -1,0 +1,1 @@
+"""Endpoints of pooling models: embeddings, scores, classes."""

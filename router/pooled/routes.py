@@ -1,0 +1,37 @@
+"""Routes of pooled requests."""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from router.config import HttpConfig
+from router.http.quotas import Quotas
+from router.mesh import Mesh
+from router.pooled.embedding import EmbeddingEndpoints
+from router.pooled.run import PooledRunner
+from router.pooled.scoring import ScoringEndpoints
+from router.text.text_models import TextModels
+
+
+def pooled_routes(mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels) -> list[Route]:
+    """Routes of embeddings, scores and classes, in the words of each API."""
+    runner = PooledRunner(mesh, config, quotas, models)
+    embedding = EmbeddingEndpoints(runner, models)
+    scoring = ScoringEndpoints(runner, embedding)
+    handlers = {
+        "/v1/embeddings": embedding.embeddings,
+        "/v2/embed": embedding.cohere,
+        "/embed": embedding.tei,
+        "/pooling": embedding.pooling,
+        "/api/embed": embedding.ollama,
+        "/api/embeddings": embedding.older_ollama,
+        "/score": scoring.score,
+        "/v1/score": scoring.score,
+        "/rerank": scoring.rerank,
+        "/v1/rerank": scoring.rerank,
+        "/v2/rerank": scoring.rerank,
+        "/classify": scoring.classify,
+        "/predict": scoring.predict,
+        "/similarity": scoring.similarity,
+    }
+    return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]

@@ -1,0 +1,189 @@
+"""Run of a pooled request: its inputs on the mesh, and its task checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from coordinator.pooled_model import PooledModel, PoolingTask
+from engine.pooling_params import Pooled, PoolingParams
+from engine.sampling import SamplingParams
+from router.api.headers import RequestTerms, client_id_of, read_terms
+from router.api.streaming import unless_gone
+from router.config import HttpConfig
+from router.errors import ApiError, bad_request, refuse, too_late
+from router.http.body import read_body
+from router.http.quotas import Quotas
+from router.mesh import Mesh, Prompt, ServedModel
+from router.openai_api import GenerationRequest
+from router.pooled.batch import PooledBatch
+from router.pooled.inputs import PooledTokens
+from router.text.text_model import TextModel
+from router.text.text_models import TextModels
+
+NO_SAMPLING = SamplingParams(max_tokens=1)
+
+
+class PooledRunner:
+    """Runner of pooled requests, under the quota of the client's key."""
+
+    def __init__(self, mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._quotas = quotas
+        self._models = models
+
+    def __repr__(self) -> str:
+        return f"<PooledRunner with {self._mesh!r}>"
+
+    async def body(self, request: Request, *, any_type: bool = False) -> bytes:
+        """The body of a request, read where the mesh has room.
+
+        Raises:
+            ApiError, MeshError: it cannot be read, or there is no room.
+        """
+        body = await read_body(request, self._config, any_type=any_type)
+        self._mesh.check_room()
+        return body
+
+    async def model(self, name: str | None, *tasks: PoolingTask) -> TextModel:
+        """The text side of the model, which does one of the tasks.
+
+        Raises:
+            ApiError: there is no such model (404), or it does none of them (400).
+        """
+        model = await self._models.get(name)
+        check_tasks(model.served, tasks)
+        return model
+
+    async def run(
+        self, request: Request, inputs: Sequence[PooledTokens], params: PoolingParams, name: str | None
+    ) -> list[Pooled]:
+        """The answers to inputs, in their order.
+
+        Raises:
+            ApiError, MeshError: one failed.
+            ClientGone: nobody waits for them.
+        """
+        id = request.state.request_id = client_id_of(request, None)
+        terms = read_terms(request, id, GenerationRequest(model=name), "")
+        num_tokens = sum(len(each.ids) for each in inputs)
+        lease = self._quotas.admit(terms.key, num_tokens)
+        is_refused = True
+        try:
+            found = await unless_gone(request.receive, self._within(terms, inputs, params))
+            is_refused = False
+            return found
+        finally:
+            if lease is not None:
+                lease.end(0, refused=is_refused)
+
+    async def _within(
+        self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+    ) -> list[Pooled]:
+        """The answers, within the time that the client allows."""
+        try:
+            async with asyncio.timeout(terms.timeout) as timeout:
+                return await self._answers(terms, inputs, params)
+        except TimeoutError as error:
+            if terms.timeout is None or not timeout.expired():
+                raise
+            raise too_late(terms.timeout) from error
+
+    async def _answers(
+        self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+    ) -> list[Pooled]:
+        batch: PooledBatch[Pooled] = PooledBatch([len(each.ids) for each in inputs])
+        running: dict[asyncio.Task[Pooled], int] = {}
+        try:
+            while not batch.is_complete:
+                for index in batch.to_send():
+                    prompt = _prompt(terms, index, len(inputs), inputs[index], params)
+                    running[asyncio.create_task(self._pooled(prompt))] = index
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    batch.take(running.pop(task), task.result())
+            return batch.answers()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _pooled(self, prompt: Prompt) -> Pooled:
+        generation = self._mesh.generate(prompt)
+        with contextlib.closing(generation):
+            async for delta in generation:
+                if delta.pooled is not None:
+                    return delta.pooled
+                if delta.finish_reason is not None:
+                    raise ApiError(500, f"The input could not be computed: {delta.error or 'no result'}.")
+        raise ApiError(500, "The request ended without a result.")
+
+
+def check_tasks(served: ServedModel, tasks: Sequence[PoolingTask]) -> PooledModel:
+    """Refuse a request for tasks of which the model does none.
+
+    Raises:
+        ApiError: the message names the endpoint that it has (400).
+    """
+    pooling = served.pooling
+    if pooling is None:
+        raise bad_request(
+            "This model generates text: ask /v1/chat/completions or /v1/completions, or serve a model with "
+            "--runner pooling.",
+            "model",
+        )
+    if not any(task in pooling.tasks for task in tasks):
+        refuse(f"This model does {pooling.offer}, not {' or '.join(tasks)}.", "model")
+    return pooling
+
+
+def check_dimensions(dimensions: int | None, pooling: PooledModel, param: str = "dimensions") -> int:
+    """The length to which embeddings are cut; 0 for the model's own.
+
+    Raises:
+        ApiError: the model has no embeddings of that length (400).
+    """
+    if dimensions is None or dimensions == pooling.dimensions:
+        return 0
+    if not pooling.cuts_to(dimensions):
+        allowed = ", ".join(map(str, sorted({*pooling.matryoshka, pooling.dimensions})))
+        any_up_to = f"any up to {pooling.dimensions}" if pooling.cuts_anywhere else allowed
+        refuse(f"{param} {dimensions}: this model's embeddings have {any_up_to}.", param)
+    return dimensions
+
+
+def numbers(pooled: Pooled) -> Any:
+    """Numbers of an answer as lists, by its shape."""
+    values = floats(pooled)
+    if len(pooled.shape) < 2:
+        return values
+    width = pooled.shape[1]
+    return [values[begin : begin + width] for begin in range(0, len(values), width)]
+
+
+def floats(pooled: Pooled) -> list[float]:
+    """All numbers of an answer, one after the other."""
+    return array("f", pooled.values).tolist()
+
+
+def _prompt(
+    terms: RequestTerms, index: int, count: int, given: PooledTokens, params: PoolingParams
+) -> Prompt:
+    return Prompt(
+        request_id=terms.id if count == 1 else f"{terms.id}-{index}",
+        prompt_ids=given.ids,
+        params=NO_SAMPLING,
+        seed=0,
+        rank=terms.rank,
+        preferred=terms.preferred if count == 1 else None,
+        session=terms.session if count == 1 else "",
+        repeatable=True,
+        pooling=msgspec.structs.replace(params, token_type_ids=given.type_ids),
+    )

@@ -1,0 +1,255 @@
+"""Handlers of the endpoints that give scores and classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coordinator.pooled_model import PoolingTask
+from engine.pooling_params import PoolingParams
+from router.api.answers import encode, json_response
+from router.errors import refuse
+from router.http.body import decoder
+from router.http.large_bodies import run_sized
+from router.pooled import wire
+from router.pooled.embedding import EmbeddingEndpoints, cutting_of, pooled_list, tei_cutting, tokenised
+from router.pooled.inputs import MOST_INPUTS, TO_FIT, Cutting, pairs_of, prompt_named, texts_of
+from router.pooled.run import PooledRunner, floats
+from router.text.text_model import TextModel
+
+_read_score = decoder(wire.ScoreRequest)
+_read_rerank = decoder(wire.RerankRequest)
+_read_classify = decoder(wire.PoolingRequest)
+_read_tei = decoder(wire.TeiRequest)
+_read_similarity = decoder(wire.SimilarityRequest)
+
+
+class ScoringEndpoints:
+    """Handlers of scores of pairs and of classes, in the words of vLLM, Cohere, Jina and TEI."""
+
+    def __init__(self, runner: PooledRunner, embedding: EmbeddingEndpoints) -> None:
+        self._runner = runner
+        self._embedding = embedding
+
+    def __repr__(self) -> str:
+        return f"<ScoringEndpoints with {self._runner!r}>"
+
+    async def score(self, request: Request) -> Response:
+        """vLLM's ``/score``."""
+        body = await self._runner.body(request)
+        asked = await run_sized(lambda: _read_score(body), len(body))
+        firsts = _texts(asked.text_1 if asked.queries is None else asked.queries, "text_1")
+        seconds = _texts(asked.text_2 if asked.documents is None else asked.documents, "text_2")
+        if len(firsts) == 1:
+            firsts = firsts * len(seconds)
+        if len(firsts) != len(seconds):
+            refuse(f"text_1 has {len(firsts)} texts, text_2 {len(seconds)}: give one, or as many.", "text_1")
+        model = await self._runner.model(asked.model, PoolingTask.SCORE, PoolingTask.EMBED)
+        pairs = list(zip(firsts, seconds, strict=True))
+        scores, usage = await self._scores(
+            request, model, pairs, cutting_of(asked), "text_2", activation=asked.activation
+        )
+        items = [wire.PooledItem(index=i, object="score", score=each) for i, each in enumerate(scores)]
+        return json_response(encode(pooled_list(request, "score-", asked.model or model.name, items, usage)))
+
+    async def rerank(self, request: Request) -> Response:
+        """``/rerank`` of Cohere and Jina, and TEI's where the body has ``texts``."""
+        body = await self._runner.body(request)
+        asked = await run_sized(lambda: _read_rerank(body), len(body))
+        if (asked.documents is None) == (asked.texts is None):
+            refuse("give either documents or texts.", "documents")
+        is_tei = asked.documents is None
+        param = "texts" if is_tei else "documents"
+        given = asked.documents or asked.texts or []
+        documents = _texts([each if isinstance(each, str) else each.text for each in given], param)
+        if not asked.query:
+            refuse("query is empty.", "query")
+        model = await self._runner.model(asked.model, PoolingTask.SCORE, PoolingTask.EMBED)
+        cutting = Cutting(TO_FIT) if asked.truncate else cutting_of(asked)
+        if (most := asked.max_tokens_per_doc) is not None:
+            documents = await run_sized(lambda: _cut(documents, most, model), len(body))
+        scores, usage = await self._scores(
+            request, model, [(asked.query, each) for each in documents], cutting, param,
+            activation=False if asked.raw_scores else None, instruction=asked.instruction or "",
+        )  # fmt: skip
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n]
+        if is_tei:
+            ranks = [wire.TeiRank(index, scores[index]) for index in order]
+            for rank in ranks if asked.return_text else ():
+                rank.text = documents[rank.index]
+            return json_response(encode(ranks))
+        results = [wire.Ranked(index, scores[index]) for index in order]
+        is_cohere = request.url.path.endswith("/v2/rerank")
+        shows = not is_cohere if asked.return_documents is None else asked.return_documents
+        for result in results if shows else ():
+            result.document = wire.Document(documents[result.index])
+        answer = wire.RankedList(
+            id="rerank-" + request.state.request_id,
+            model=asked.model or model.name,
+            results=results,
+            usage=usage,
+            meta=wire.CohereMeta(wire.Billed(usage.total_tokens)),
+        )
+        return json_response(encode(answer))
+
+    async def similarity(self, request: Request) -> Response:
+        """TEI's ``/similarity``: cosines of embeddings."""
+        body = await self._runner.body(request)
+        asked = await run_sized(lambda: _read_similarity(body), len(body))
+        model = await self._runner.model(None, PoolingTask.EMBED)
+        parameters = asked.parameters or wire.SimilarityParameters()
+        sentences = _texts(asked.inputs.sentences, "inputs.sentences")
+        cutting = Cutting(TO_FIT if parameters.truncate else None)
+        cosines, _ = await self._cosines(
+            request, model, [(asked.inputs.source_sentence, each) for each in sentences], cutting,
+            "inputs.sentences", prompt=prompt_named(parameters.prompt_name, model, "parameters.prompt_name"),
+        )  # fmt: skip
+        return json_response(encode(cosines))
+
+    async def classify(self, request: Request) -> Response:
+        """vLLM's ``/classify``."""
+        body = await self._runner.body(request)
+        asked = await run_sized(lambda: _read_classify(body), len(body))
+        model = await self._runner.model(asked.model, PoolingTask.CLASSIFY)
+        inputs = await tokenised(model, texts_of(asked.input, "input"), cutting_of(asked), "input")
+        params = PoolingParams(PoolingTask.CLASSIFY, activation=asked.activation)
+        found = [floats(each) for each in await self._runner.run(request, inputs, params, asked.model)]
+        items = [
+            wire.PooledItem(
+                index=index,
+                object="classify",
+                label=_label(probs.index(max(probs)), model),
+                probs=probs,
+                num_classes=len(probs),
+            )
+            for index, probs in enumerate(found)
+        ]
+        num_tokens = sum(len(each.ids) for each in inputs)
+        usage = wire.PooledUsage(num_tokens, num_tokens)
+        name = asked.model or model.name
+        return json_response(encode(pooled_list(request, "classify-", name, items, usage)))
+
+    async def predict(self, request: Request) -> Response:
+        """TEI's ``/predict``: classes of a text, of a pair, or of a list of either."""
+        body = await self._runner.body(request)
+        asked = await run_sized(lambda: _read_tei(body), len(body))
+        model = await self._runner.model(None, PoolingTask.CLASSIFY, PoolingTask.SCORE)
+        given, is_list = asked.inputs, True
+        if isinstance(given, str):
+            given, is_list = [given], False
+        elif isinstance(given, list) and len(given) == 2 and all(isinstance(each, str) for each in given):
+            given, is_list = [given], False  # a pair
+        if not isinstance(given, list) or not given or len(given) > MOST_INPUTS:
+            refuse(f"inputs must be a text, a pair, or 1 to {MOST_INPUTS} of them in a list.", "inputs")
+        items = [_predicted(index, each) for index, each in enumerate(given)]
+        activation = False if asked.raw_scores else None
+        assert model.served.pooling is not None
+        task = next(
+            each for each in (PoolingTask.CLASSIFY, PoolingTask.SCORE) if each in model.served.pooling.tasks
+        )
+        cutting = tei_cutting(asked)
+        if len({len(each) for each in items}) > 1:
+            refuse("inputs must be texts or pairs, not both.", "inputs")
+        if len(items[0]) == 2:
+            pairs = [(each[0], each[1]) for each in items]
+            inputs = await run_sized(lambda: pairs_of(pairs, model, cutting, "inputs"), len(body))
+        else:
+            inputs = await tokenised(model, [each[0] for each in items], cutting, "inputs")
+        found = await self._runner.run(request, inputs, PoolingParams(task, activation=activation), None)
+        labels = [
+            [wire.TeiLabel(each, _label(i, model)) for i, each in enumerate(floats(pooled))]
+            for pooled in found
+        ]
+        for each in labels:
+            each.sort(key=lambda label: -label.score)
+        return json_response(encode(labels if is_list else labels[0]))
+
+    async def _scores(
+        self,
+        request: Request,
+        model: TextModel,
+        pairs: Sequence[tuple[str, str]],
+        cutting: Cutting,
+        param: str,
+        *,
+        activation: bool | None = None,
+        instruction: str = "",
+    ) -> tuple[list[float], wire.PooledUsage]:
+        """Scores of pairs: a cross-encoder's, else the cosine of two embeddings."""
+        pooling = model.served.pooling
+        assert pooling is not None
+        if PoolingTask.SCORE not in pooling.tasks or not pooling.takes_pairs:
+            return await self._cosines(request, model, pairs, cutting, param)
+        size = sum(len(first) + len(second) for first, second in pairs)
+        inputs = await run_sized(
+            lambda: pairs_of(pairs, model, cutting, param, instruction=instruction), size
+        )
+        params = PoolingParams(PoolingTask.SCORE, activation=activation)
+        found = await self._runner.run(request, inputs, params, model.name)
+        num_tokens = sum(len(each.ids) for each in inputs)
+        return [floats(each)[0] for each in found], wire.PooledUsage(num_tokens, num_tokens)
+
+    async def _cosines(
+        self,
+        request: Request,
+        model: TextModel,
+        pairs: Sequence[tuple[str, str]],
+        cutting: Cutting,
+        param: str,
+        *,
+        prompt: str = "",
+    ) -> tuple[list[float], wire.PooledUsage]:
+        """Cosines of the embeddings of pairs; each text is embedded once."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        embedded = await self._embedding.embed(request, model, texts, cutting, param, prompt=prompt)
+        vectors = dict(zip(texts, embedded.floats(), strict=True))
+        size = sum(len(each.values) for each in embedded.found)
+
+        def cosines() -> list[float]:
+            norms = {text: math.sqrt(math.fsum(map(mul, each, each))) for text, each in vectors.items()}
+            return [
+                math.fsum(map(mul, vectors[first], vectors[second])) / (norms[first] * norms[second] or 1.0)
+                for first, second in pairs
+            ]
+
+        return await run_sized(cosines, size), embedded.usage
+
+
+def _texts(given: Any, param: str) -> list[str]:
+    """Texts of a field that takes no token ids."""
+    found = texts_of(given or [], param)
+    texts = [each for each in found if isinstance(each, str)]
+    if len(texts) < len(found):
+        refuse(f"{param} must be texts.", param)
+    return texts
+
+
+def _cut(documents: list[str], most: int, model: TextModel) -> list[str]:
+    """Documents of at most so many tokens each."""
+    encoded = model.tokenizer.backend.encode_batch(documents, add_special_tokens=False)
+    return [
+        text if len(found.ids) <= most else text[: found.offsets[most - 1][1]]
+        for text, found in zip(documents, encoded, strict=True)
+    ]
+
+
+def _predicted(index: int, given: Any) -> list[str]:
+    """An input of ``/predict``: one text, or two."""
+    texts = [given] if isinstance(given, str) else given
+    is_right = (
+        isinstance(texts, list) and 1 <= len(texts) <= 2 and all(isinstance(x, str) and x for x in texts)
+    )
+    if not is_right:
+        refuse(f"inputs[{index}] must be a text or a pair of texts; not empty.", f"inputs[{index}]")
+    return list(texts)
+
+
+def _label(index: int, model: TextModel) -> str:
+    pooling = model.served.pooling
+    names = pooling.labels if pooling is not None else ()
+    return names[index] if index < len(names) else f"LABEL_{index}"
