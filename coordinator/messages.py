@@ -210,7 +210,7 @@ class InFlight(enum.StrEnum):
     ABORT = "abort"
     """They end."""
     FINISH = "finish"
-    """They stay on the old weights to their end, where memory holds both."""
+    """They end on the old weights; new ones wait for that. Not where experts are spread."""
 
 
 class PauseMode(enum.StrEnum):

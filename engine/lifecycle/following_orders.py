@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from coordinator.member_connection import MemberConnection
-from coordinator.messages import AdapterSource, InFlight, StandingOrders, WeightUpdate, WeightVersion
+from coordinator.messages import (
+    AdapterSource,
+    InFlight,
+    PauseMode,
+    StandingOrders,
+    WeightUpdate,
+    WeightVersion,
+)
 from engine.adapters.loading import AdapterLoading
 from engine.core import EngineCore
 from engine.executor_contract import AdapterMemory, Executor
@@ -70,6 +77,8 @@ class OrdersFollowing:
         other time.
         """
         self._in_groups = in_groups
+        self._is_finishing = False
+        """Whether requests end on the weights in use before others take their place."""
         self._membership = membership
         self._server = server
         self._core = core
@@ -100,6 +109,7 @@ class OrdersFollowing:
         orders, sleeping = self._membership.orders, self._sleeping
         has_adapters = self._adapters is None or self._follow_adapters(self._adapters, orders)
         sleeping.look()
+        self._is_finishing = False
         has_weights = self._updating.follow(
             orders, self._may_switch, lambda update: sleeping.may_prepare(update, orders)
         )
@@ -108,6 +118,8 @@ class OrdersFollowing:
             self._core.hold_steps(False)
         if self._membership.follows_orders:
             return True
+        if self._is_finishing and not has_weights:
+            return False  # new requests are held back until those of the old weights have ended
         is_alone = self._updating.is_idle
         goes_on = orders.standstill is None and not sleeping.is_whole
         if goes_on and not (has_weights and sleeping.follow(orders, is_alone=is_alone)):
@@ -175,7 +187,17 @@ class OrdersFollowing:
         return number == weights.number and self._updating.has(weights)
 
     def _may_switch(self) -> bool:
-        return not self._in_groups and self._core.hold_steps(True)
+        return not self._in_groups and self._have_finished() and self._core.hold_steps(True)
+
+    def _have_finished(self) -> bool:
+        """Whether requests that are to end on the weights in use have; new ones are held back meanwhile."""
+        orders = self._membership.orders
+        if orders.in_flight is not InFlight.FINISH:
+            return True
+        if orders.standstill in (PauseMode.KEEP, PauseMode.ABORT):
+            return self._core.is_empty  # none can end before the mesh goes on
+        self._is_finishing = True
+        return self._server.set_pause(PauseMode.WAIT)
 
     def close(self) -> None:
         """Stop preparing weights, and reading adapters."""
@@ -209,6 +231,7 @@ class OrdersFollowing:
             self._server.end_requests,
             self._changed,
             lambda: next((each.weights for each in executor.arithmetic()), ""),
+            in_groups=self._in_groups,
         )
 
     def _changed(self, version: WeightVersion) -> None:

@@ -25,12 +25,16 @@ class InstanceWeights:
         end_requests: Callable[[], None],
         changed: Callable[[WeightVersion], None] = lambda version: None,
         digest: Callable[[], str] = lambda: "",
+        *,
+        in_groups: bool = False,
     ) -> None:
         """``end_requests``: ends all requests here with the reason ``abort``, and passes that on.
 
         ``changed`` is called at each switch with the new version: the numerics class and what routers know of
         the names of blocks follow it. ``digest``: that of the version in use; empty where it is not known.
+        ``in_groups``: all members of a group switch at one step.
         """
+        self._in_groups = in_groups
         self._digest = digest
         self._workers = workers
         self._requests = RequestsInFlight(core.scheduler, core.admission, core.sharing)
@@ -49,10 +53,10 @@ class InstanceWeights:
         if self._prepared is not None and self._prepared[0] == version.update:
             return self._prepared[1]
         self._prepared = None
-        if update.in_flight is InFlight.FINISH:
+        if update.in_flight is InFlight.FINISH and self._in_groups:
             raise WeightsRefused(
-                "requests in flight cannot stay on the old weights here (finish): choose keep, recompute or "
-                "abort"
+                "requests in flight cannot end on the old weights where experts are spread (finish): all "
+                "members switch at one step; choose keep, recompute or abort"
             )
         digest = self._workers.prepare(version.source, should_stop)
         if version.digest not in ("", digest):

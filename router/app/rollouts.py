@@ -128,7 +128,7 @@ class UpdateFromDisk(msgspec.Struct):
     flush_cache: bool = True
     """Without effect: blocks of other weights have other names."""
     abort_all_requests: bool = False
-    in_flight: Literal["keep", "recompute", "abort"] | None = None
+    in_flight: Literal["keep", "recompute", "abort", "finish"] | None = None
     """What becomes of requests in flight; SGLang has no such field."""
 
 

@@ -68,6 +68,7 @@ TRANSFER_PATHS = frozenset(
         "/destroy_weights_update_group",
         "/shutdown_weight_transfer_engine",
         "/weight_info",
+        "/update_weight_version",
         "/weight_checker",
         "/weights_checker",
         "/get_weights_by_name",
@@ -167,6 +168,22 @@ class DistributedUpdate(msgspec.Struct):
     weight_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
 
 
+class LabelWeights(msgspec.Struct):
+    """Body of vLLM's and SGLang's ``/update_weight_version``."""
+
+    new_version: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    abort_all_requests: bool = False
+    """SGLang's field; its default there is true."""
+
+
+class Relabelled(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of ``/update_weight_version``."""
+
+    new_version: str
+    message: str
+    success: bool = True
+
+
 class CheckWeights(msgspec.Struct):
     """Body of vLLM's ``/weight_checker`` and SGLang's ``/weights_checker``."""
 
@@ -218,6 +235,7 @@ _read_group = decoder(GroupInfo)
 _read_distributed = decoder(DistributedUpdate)
 _read_call = decoder(WorkerCall)
 _read_tensors = decoder(TensorUpdate)
+_read_label = decoder(LabelWeights)
 _read_check = decoder(CheckWeights)
 _read_name = decoder(NamedWeights)
 
@@ -316,6 +334,7 @@ class TransferEndpoints:
             Route("/destroy_weights_update_group", self.leave_group, methods=post),
             Route("/collective_rpc", self.call_workers, methods=post),
             Route("/shutdown_weight_transfer_engine", self.shut_down, methods=post),
+            Route("/update_weight_version", self.rename, methods=post),
             Route("/weight_info", self.weight_info, methods=["GET"]),
             Route("/weight_checker", self.check, methods=both),
             Route("/weights_checker", self.check, methods=both),
@@ -487,6 +506,22 @@ class TransferEndpoints:
         return json_answer(
             WeightInfo(weights.label or UNLABELLED, weights.number, weights.digest or self._loaded_digest())
         )
+
+    async def rename(self, request: Request) -> Response:
+        """Give the weights in use another label: all instances go over to the same ones under it.
+
+        They are read again, so that a number stands for one label, also after deaths.
+        """
+        wanted = _read_label(await read_body(request, BODY_LIMITS))
+        wish = UpdateWeights(
+            command=uuid.uuid4().hex,
+            source=str(self._source()),
+            label=wanted.new_version,
+            in_flight=InFlight.ABORT if wanted.abort_all_requests else InFlight.KEEP,
+        )
+        text = await self._commands.carry_out(request, wish, UPDATE_TIMEOUT)
+        await self._commands.see(lambda orders: orders.weights.update == wish.command)
+        return json_answer(Relabelled(new_version=wanted.new_version, message=text))
 
     async def check(self, request: Request) -> Response:
         """Digest of the weights that all instances have read, or a comparison with one."""

@@ -40,12 +40,15 @@ class Workers:
         self._core = core
         self.switched_with: list[int] = []
         """Steps under way at each switch."""
+        self.num_generated = 0
+        """Output tokens before the last switch."""
 
     def prepare(self, directory: str, should_stop: Callable[[], bool]) -> str:
         return f"digest of {directory}"
 
     def switch(self) -> None:
         self.switched_with.append(len(self._core()._steps))
+        self.num_generated = self._core().scheduler.totals.generation_tokens
 
     def discard(self) -> None:
         return
@@ -211,6 +214,35 @@ def test_weights_change_between_two_steps(
     if paused is not None:
         assert not made.core.is_empty, "the mesh is still paused"
         made.order(weights=VERSION)
+        made.run(20)
+    assert made.core.is_empty
+    assert made.core.scheduler.totals.generation_tokens == 8
+
+
+@pytest.mark.parametrize("paused", [None, PauseMode.WAIT, PauseMode.KEEP])
+def test_requests_that_are_to_end_on_the_old_weights(
+    changing: tuple[Setting, Workers], paused: PauseMode | None
+) -> None:
+    made, workers = changing
+    made.core.submit(PEER, submit(1))
+    made.core.step()
+    made.order(update=WeightUpdate(VERSION, InFlight.FINISH), pause=paused)
+    until(lambda: made.orders.follow() is not None and made.membership._state.weights.prepared == "u1")
+    made.order(weights=VERSION, in_flight=InFlight.FINISH, pause=paused)
+    made.orders.follow()
+    assert not workers.switched_with
+    made.core.submit(PEER, submit(2))
+    made.run(20)
+    if paused is PauseMode.KEEP:
+        assert not workers.switched_with, "it cannot end before the mesh goes on"
+        made.order(weights=VERSION, in_flight=InFlight.FINISH)
+        made.run(40)
+    assert workers.switched_with == [0]
+    assert workers.num_generated == (8 if paused is PauseMode.KEEP else 4)
+    assert made.membership.follows_orders
+    if paused is PauseMode.WAIT:
+        assert not made.core.is_empty, "the second one waits for the end of the pause"
+        made.order(weights=VERSION, in_flight=InFlight.FINISH)
         made.run(20)
     assert made.core.is_empty
     assert made.core.scheduler.totals.generation_tokens == 8

@@ -166,8 +166,9 @@ def test_requests_end_where_that_is_asked_for(served: Served) -> None:
     assert running.found[2] == served.alone(1, request(2, PROMPT))
 
 
-def test_requests_cannot_stay_on_the_old_weights(served: Served) -> None:
+def test_requests_cannot_end_on_the_old_weights_in_a_group(served: Served) -> None:
     running = Running(served, How())
+    running.weights._in_groups = True
     update = WeightUpdate(WeightVersion(9, "", str(served.directories[1]), "", "u9"), InFlight.FINISH)
     with pytest.raises(WeightsRefused, match=r"\(finish\): choose keep, recompute or abort"):
         running.weights.prepare(update, lambda: False)
