@@ -35,6 +35,8 @@ class UpdatedWorld(World):
     """A mesh that goes over to each version that is ordered."""
 
     answer: tuple[int, str] | None = None
+    number = 1
+    """Number of a version whose trainer gives none."""
 
     async def command(self, wish: OperatorCommand) -> OperatorAnswer:
         self.wishes.append(wish)
@@ -42,8 +44,8 @@ class UpdatedWorld(World):
             status, text = self.answer
             return OperatorAnswer(command=wish.command, status=status, text=text)
         assert isinstance(wish, UpdateWeights)
-        assert wish.number is not None
-        version = Version(wish.number, wish.label or str(wish.number), wish.source, "d1", wish.command)
+        number = self.number if wish.number is None else wish.number
+        version = Version(number, wish.label or str(number), wish.source, "d1", wish.command)
         assert self.view is not None
         self.view = msgspec.structs.replace(self.view, orders=StandingOrders(weights=version))
         return OperatorAnswer(command=wish.command, status=200, text="in use")
@@ -212,6 +214,18 @@ def test_checks_of_the_weights_in_use(trainer: Trainer) -> None:
     assert trainer.post("/weights_checker", same) == {"match": False, "mismatches": ["weights"]}
     trainer.post("/weight_checker", {"action": "reset"}, status=400)
     trainer.post("/get_weights_by_name", {"name": "none"}, status=400)
+
+
+def test_the_weights_in_use_have_another_label(trainer: Trainer) -> None:
+    trainer.transfer({"path": trainer.part("p.safetensors", 2, "a")}, weight_version="one")
+    source = trainer.wish.source
+    trainer.world.number = 2
+    answer = trainer.post("/update_weight_version", {"new_version": "uno"})
+    assert (answer["success"], answer["new_version"]) == (True, "uno")
+    assert (trainer.wish.source, trainer.wish.number, trainer.wish.in_flight) == (source, None, InFlight.KEEP)
+    assert trainer.get("/weight_info")["weight_version"] == "uno"
+    assert trainer.first("a") == 2
+    trainer.post("/update_weight_version", {"new_version": ""}, status=400)
 
 
 def test_they_are_for_trainers_alone(trainer: Trainer) -> None:
