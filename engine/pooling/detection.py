@@ -16,7 +16,7 @@ from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.config.pooling import PoolerSettings, PoolingConfig
 from engine.model.checkpoint import ModelInfo
 from engine.model.errors import CheckpointError
-from engine.model.model_files import read_json
+from engine.model.model_files import read_json, readable_errors
 from engine.model.model_sources import config_defaults, has_language_model, language_config, why_not_served
 from engine.pooling.sentence_files import SentenceModel, read_sentence_files
 
@@ -34,6 +34,7 @@ ANSWERS = ("no", "yes")
 IDENTITY = "Identity"
 
 
+@readable_errors()
 def find_pooling(directory: Path, config: PoolingConfig) -> PooledModel | None:
     """What a checkpoint answers with in place of tokens; None: it generates text.
 

@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.membership.admission import AGREED, NEEDS_SIZE, ONLY_SPREAD, differences_of, problem_with
 from coordinator.messages import Register, Settings
+from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.config.lora import LoraConfig
 from engine.settings import adopt, resolve
@@ -38,6 +39,7 @@ AGREES: dict[str, tuple[dict[str, Any], object]] = {
     "mesh_transport": ({"device": {"mesh_transport": "gloo"}}, "auto"),
     "data_parallel_size": ({}, None),
     "lora": ({"lora": {"enable_lora": True, "max_loras": 3}}, None),
+    "pooling": ({}, PooledModel(tasks=(PoolingTask.EMBED,), dimensions=8)),
 }
 """For each setting: flags that give it a value, and another value."""
 SIZE = 2

@@ -557,8 +557,8 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         "transformers has no causal language model for model type 'clip_text_model'",
     ),
     "another head": (
-        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-        "LlamaForSequenceClassification is not a causal language model",
+        {"model_type": "llama", "architectures": ["LlamaForQuestionAnswering"]},
+        "LlamaForQuestionAnswering is not a causal language model",
     ),
     "an unknown type": ({"model_type": "llama9"}, "this version of transformers has no model type 'llama9'"),
     "a context that is too short": (
