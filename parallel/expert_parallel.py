@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,17 @@ class Products(Protocol):
     ) -> torch.Tensor:
         """See :meth:`parallel.expert_products.ExpertProducts.compute`."""
         ...
+
+
+class RoutedRows(NamedTuple):
+    """Rows of this rank, and where they go."""
+
+    hidden: torch.Tensor
+    """[tokens, H]"""
+    expert_ids: torch.Tensor
+    """[tokens, k]"""
+    tags: torch.Tensor | None
+    """[tokens] of the rows' adapters, or 0."""
 
 
 class Times:
@@ -240,9 +251,9 @@ class ExpertParallel:
         elif self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids, tags)
         elif self._dispatch == "all_to_all":
-            outputs = self._all_to_all(module, self._group, hidden, expert_ids, tags)
+            outputs = self._all_to_all(module, self._group, RoutedRows(hidden, expert_ids, tags))
         else:
-            outputs = self._all_gather(module, self._group, hidden, expert_ids, tags)
+            outputs = self._all_gather(module, self._group, RoutedRows(hidden, expert_ids, tags))
         return _sum_at_home(outputs, weights, hidden) if combine is None else combine(outputs, weights)
 
     # ---- ways of dispatch; each returns the unweighted outputs of this rank's pairs [tokens * k, H]
@@ -259,15 +270,9 @@ class ExpertParallel:
         outputs[_like(hidden, mine)] = self._compute(module, hidden, tokens, flat[mine], known)
         return outputs
 
-    def _all_gather(
-        self,
-        module: Any,
-        group: Communicator,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        tags: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _all_gather(self, module: Any, group: Communicator, given: RoutedRows) -> torch.Tensor:
         began = time.perf_counter()
+        hidden, expert_ids, tags = given
         top_k = expert_ids.shape[1]
         packed = _on_host(_pack(hidden, expert_ids, tags))
         gathered = group.all_gather_view(packed, self.sizes)  # read before the combine
@@ -289,15 +294,9 @@ class ExpertParallel:
         self._note(began, arrived, done)
         return outputs
 
-    def _all_to_all(
-        self,
-        module: Any,
-        group: Communicator,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        tags: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _all_to_all(self, module: Any, group: Communicator, given: RoutedRows) -> torch.Tensor:
         began = time.perf_counter()
+        hidden, expert_ids, tags = given
         flat = _to_host(expert_ids).reshape(-1)
         places = self._line[self.rank] + np.arange(len(flat)) // expert_ids.shape[1]
         owners = self._owners(module, flat, places, self._line[-1])

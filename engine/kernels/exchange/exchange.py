@@ -118,8 +118,9 @@ class ExpertExchange:
             record["counted"] = self._counted[layer].ctypes.data
         return record
 
-    def held(self, layer: int) -> Int64s:
-        """Numbers of the experts here, in the order of their rows; kept here."""
+    def held(self, record: np.ndarray[Any, Any]) -> Int64s:
+        """Numbers of the experts here in the layer of a record; kept here."""
+        layer = next(layer for layer, each in self._layers.items() if each is record)
         mine = self._replicas.mine[self._replicas.row_of(layer)]
         return self._held.setdefault(layer, np.array(mine, np.int64))
 

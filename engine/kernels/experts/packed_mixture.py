@@ -235,7 +235,7 @@ class PackedMoe:
         writer.add(OperationKind.GATHER, extra=record)
         begins, first = exchange.begins, moe.first_whole
 
-        here = None if self._spread is None else writer.experts_here()
+        here = None if self._spread is None else exchange.held(record)
 
         def adapted(site: PackedSite | None) -> Callable[[Any], Any]:
             return lambda rows: writer.adapted_experts(site, rows, begins, experts.count, here)

@@ -140,11 +140,6 @@ class Writer:
         self._num_exchanges += 1
         return self.exchange.of_layer(self._num_exchanges - 1)
 
-    def experts_here(self) -> Int64s:
-        """Numbers of the experts here in the layer of the last exchange."""
-        assert self.exchange is not None
-        return self.exchange.held(self._num_exchanges - 1)
-
     def layer_state(self, number: int) -> np.ndarray[Any, Any]:
         """The record of a layer's recurrent state, for ``extra`` of its operations."""
         assert self._states is not None
