@@ -80,6 +80,19 @@ OPERATIONS = [
         "post", "/v1/responses/{id}/cancel", "End a response in the background", None, ResponseObject
     ),
     Operation("get", "/v1/streams/{id}", "The rest of a resumable stream"),
+    *(
+        Operation(method, "/v1/conversations" + path, summary)
+        for method, path, summary in (
+            ("post", "", "Begin a conversation"),
+            ("get", "/{id}", "Its metadata"),
+            ("post", "/{id}", "Change its metadata"),
+            ("delete", "/{id}", "Delete a conversation"),
+            ("get", "/{id}/items", "Its items, a page at a time"),
+            ("post", "/{id}/items", "Add items"),
+            ("get", "/{id}/items/{item}", "One of them"),
+            ("delete", "/{id}/items/{item}", "Delete an item"),
+        )
+    ),
     Operation("post", "/v1/files", "Upload the requests of a batch, as a form", None, FileObject),
     Operation("get", "/v1/files", "Files, a page at a time", None, ObjectPage),
     Operation("get", "/v1/files/{id}", "One of them", None, FileObject),

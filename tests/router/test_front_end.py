@@ -27,6 +27,8 @@ from router.config import HttpConfig, RouterConfig
 from router.http.listen import wait_for_health
 from router.mesh import ServedModel
 from router.metrics.loads import Loads, loads_of
+from router.stored.database import StoreDatabase
+from router.stored.store import AnswerStore
 from tests.router.conftest import Server, events, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
@@ -345,9 +347,11 @@ def test_the_role_of_answers(served: ServedModel) -> None:
         assert '"role":"model"' in server.post("/v1/chat/completions", body | {"stream": True}).text
 
 
-def test_the_openapi_document_has_every_route(served: ServedModel, server: Server) -> None:
+def test_the_openapi_document_has_every_route(served: ServedModel, server: Server, tmp_path: Path) -> None:
     document = server.client.get("/openapi.json").json()
-    app = make_app(FakeMesh(served, saying([])), HttpConfig())
+    store = AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False))
+    app = make_app(FakeMesh(served, saying([])), HttpConfig(), store=store)
+    store.database.close()
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
