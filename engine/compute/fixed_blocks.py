@@ -13,7 +13,7 @@ row in any case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK_ROWS = 16
 """Rows per block of a matrix product."""
+LARGE_ROWS = 128
+"""Rows per block where so many give the same bits."""
 COLUMNS = 16
 """Outputs of a product are computed in multiples of this, the rest apart.
 
@@ -187,6 +189,56 @@ def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return result[: len(flat)].reshape(*rows.shape[:-1], outputs)
 
 
+class LargeBlocks:
+    """Products in blocks of more rows, where these give the bits of :data:`BLOCK_ROWS`.
+
+    That is tried for each shape of weights and number of threads, on the weights themselves.
+    """
+
+    def __init__(self, shapes: Collection[tuple[int, int]]) -> None:
+        """``shapes`` of the weights, [outputs, inputs]; other products are computed as ever."""
+        self._shapes = frozenset(shapes)
+        self._agrees: dict[tuple[int, int, torch.dtype, bool, int], bool] = {}
+
+    def __repr__(self) -> str:
+        return f"<LargeBlocks for {sum(self._agrees.values())} of {len(self._agrees)} shapes>"
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., inputs] by [outputs, inputs]."""
+        outputs, inputs = weight.shape
+        count = rows.numel() // inputs
+        if count < LARGE_ROWS or (outputs, inputs) not in self._shapes or not weight.is_contiguous():
+            return _linear(rows, weight, bias)
+        if not self._tried(weight, bias):
+            return _linear(rows, weight, bias)
+        flat = rows.reshape(-1, inputs).contiguous()
+        whole = count - count % LARGE_ROWS
+        made = [
+            F.linear(_aligned(flat[begin : begin + LARGE_ROWS]), weight, bias)
+            for begin in range(0, whole, LARGE_ROWS)
+        ]
+        if whole < count:
+            made.append(_linear(flat[whole:], weight, bias))
+        return torch.cat(made).reshape(*rows.shape[:-1], outputs)
+
+    def _tried(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        outputs, inputs = weight.shape
+        key = (outputs, inputs, weight.dtype, bias is None, torch.get_num_threads())
+        if key not in self._agrees:
+            numbers = (torch.arange(LARGE_ROWS * inputs) * 7919 % 1021).view(LARGE_ROWS, inputs)
+            made_up = (numbers.float() / 511 - 1).to(weight.dtype)
+            large, usual = F.linear(made_up, weight, bias), _linear(made_up, weight, bias)
+            self._agrees[key] = outputs % COLUMNS == 0 and torch.equal(large, usual)
+        return self._agrees[key]
+
+
+def _aligned(block: torch.Tensor) -> torch.Tensor:
+    """The block, at an address as in torch's own memory."""
+    return block.clone() if block.data_ptr() % ALIGNMENT else block
+
+
 def _block(flat: torch.Tensor, begin: int) -> torch.Tensor:
     """A block of rows from ``begin`` on, filled up with zeros."""
     block = flat[begin : begin + BLOCK_ROWS]
@@ -194,7 +246,7 @@ def _block(flat: torch.Tensor, begin: int) -> torch.Tensor:
         whole = flat.new_zeros(BLOCK_ROWS, flat.shape[1])
         whole[: len(block)] = block
         return whole
-    return block.clone() if block.data_ptr() % ALIGNMENT else block
+    return _aligned(block)
 
 
 def _matmul(linear: Linear, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

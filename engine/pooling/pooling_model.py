@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from coordinator.pooled_model import PoolingTask
-from engine.compute.fixed_blocks import FixedBlocks
+from engine.compute.fixed_blocks import FixedBlocks, LargeBlocks
 from engine.model.checkpoint import ModelInfo
 from engine.model.errors import CheckpointError
 from engine.pooling.detection import OFFSET_POSITIONS, SEQUENCE, TOKENS
@@ -81,7 +81,8 @@ class PoolingModel:
         self._answers = self._answer_rows()
         self._wants = inspect.signature(self._base.forward).parameters
         self._first_position = self._offset()
-        self._blocks = FixedBlocks()
+        shapes = {tuple(each.shape) for each in self._base.parameters() if each.dim() == 2}
+        self._blocks = FixedBlocks(LargeBlocks(shapes))
         self._sees_all = getattr(self._base.config, "is_causal", None) is False
         """Whether a decoder was trained as an encoder (``is_causal`` in config.json)."""
         self.packs = False

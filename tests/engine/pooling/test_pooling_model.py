@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from coordinator.pooled_model import PoolingTask
+from engine.compute.fixed_blocks import FixedBlocks, LargeBlocks
 from engine.config.pooling import PoolingConfig
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.pooling.detection import as_pooling, find_pooling
@@ -208,3 +209,17 @@ def test_bfloat16_is_near_float32_and_keeps_its_bits(tmp_path: Path) -> None:
     for each, found in zip(ids, ask(model, ids), strict=True):
         assert np.array_equal(ask(model, [each])[0], found)
         assert cosine(found, states_of(tmp_path, each)[0]) > 1 - 1e-3
+
+
+def test_large_blocks_give_the_bits_of_usual_ones_or_are_not_used() -> None:
+    draw = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        for outputs, inputs in ((96, 64), (64, 160), (33, 64)):
+            weight = torch.randn(outputs, inputs, generator=draw).to(dtype)
+            bias = torch.randn(outputs, generator=draw).to(dtype)
+            rows = torch.randn(300, inputs, generator=draw).to(dtype)
+            with FixedBlocks(), torch.inference_mode():
+                usual = torch.nn.functional.linear(rows, weight, bias)
+            with FixedBlocks(LargeBlocks({(outputs, inputs)})), torch.inference_mode():
+                assert torch.equal(torch.nn.functional.linear(rows, weight, bias), usual)
+                assert torch.equal(torch.nn.functional.linear(rows[5:7], weight, bias), usual[5:7])
