@@ -89,7 +89,7 @@ class Program:
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
         self._lists: dict[tuple[bool, ...], StepList] = {}
-        """Lists by whether they have exchanges of experts, sums over ranks, adapters, all and inner rows."""
+        """Lists by whether they have exchanges, sums over ranks, adapters, all and inner rows."""
         self.kept_choices: KeptChoices | None = None
         """Experts of the tokens of the last step, if it kept them."""
         self.ends = StepEnds()
@@ -242,7 +242,7 @@ class Program:
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
-        if packed.num_single == len(packed.starts) == len(wanted) and not self.ends.from_rows:
+        if packed.num_single == len(packed.starts) == len(wanted):
             self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
             return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()

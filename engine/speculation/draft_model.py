@@ -278,7 +278,7 @@ class DraftModel:
             assert rows is not None
             joined = self._input.join(torch.from_numpy(ids), rows, torch.from_numpy(packed.positions))
             found = self._program.choose(packed, ids, wanted, hidden=joined.unsqueeze(0))
-            return self._input.targets(found)
+            return self._targets(found)
         return self._program.choose(packed, ids, wanted)
 
     def _go_on(
@@ -302,11 +302,25 @@ class DraftModel:
                 for index, (each, start) in enumerate(zip(contexts, starts.tolist(), strict=True))
                 if start % self._block_size == 0
             }
+            if self._input is not None:
+                assert rows is not None
+                given = self._input.join(torch.from_numpy(newest), rows, torch.from_numpy(starts))
+                self._program.ends.rows(len(contexts))[:] = given
             found = self._program.continue_rows(new_blocks)
             if found is not None:
-                return found
+                return self._targets(found)
         packed = self._packed(contexts, starts, np.ones_like(starts))
         return self._pass(packed, newest, np.arange(len(contexts)), rows)
+
+    def _targets(self, tokens: list[int]) -> list[int]:
+        """The served model's numbers of a head's tokens, which its next pass reads."""
+        if self._input is None:
+            return tokens
+        assert self._program is not None
+        found = self._input.targets(tokens)
+        if self._program.continuation is not None:
+            self._program.continuation.chose(np.array(found))
+        return found
 
     def _table(self, context: _Context, end: int) -> Int32s:
         """Blocks of a context up to a position, from those on that are there."""

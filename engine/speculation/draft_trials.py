@@ -25,7 +25,7 @@ LONGEST = 512
 MEMORY = 32
 """Steps with drafts that a verdict looks at."""
 TRIED = 8
-"""Steps with drafts between two verdicts."""
+"""Steps between two verdicts."""
 MOST_LOST = 6.0
 """Loss that ends a try, in steps without drafts."""
 FORGETTING = 16
@@ -80,6 +80,8 @@ class _Size:
 
     def __init__(self) -> None:
         self.is_on = True
+        self.is_first = False
+        """Whether the next step without drafts is the first one, which cannot go on in place."""
         self.plain_left = 0
         """Steps without drafts to be measured, while drafts are on."""
         self.steps: deque[_Drafted] = deque(maxlen=MEMORY)
@@ -130,6 +132,9 @@ class DraftTrials:
         """
         size = self._size(rows)
         if not was_on:
+            if size.is_first:
+                size.is_first = False
+                return
             self._plain.took(rows, seconds)
             if size.is_on:
                 size.plain_left = max(0, size.plain_left - 1)
@@ -144,11 +149,11 @@ class DraftTrials:
         if size.plain_left or not size.is_on:
             return  # it had begun before
         if size.since >= size.next_plain:
-            size.plain_left, size.since, size.checked = PLAIN, 0, 0
+            size.plain_left, size.since, size.is_first = PLAIN, 0, True
             size.next_plain = min(LONGEST, 2 * size.next_plain)
         elif (plain := self._plain.seconds(rows)) is not None:
             loses = self._loss(size)
-            is_due = drafted and size.checked % TRIED == 0
+            is_due = size.since % TRIED == 0 and size.checked > 0
             if loses > MOST_LOST * plain or (is_due and loses > 0):
                 self._end(size, loses, plain)
 
@@ -179,7 +184,7 @@ class DraftTrials:
 
     def _end(self, size: _Size, loses: float, plain: float) -> None:
         """Turn drafts off, until what was lost is made up for."""
-        size.is_on, size.plain_left = False, 0
+        size.is_on, size.plain_left, size.is_first = False, 0, True
         size.lost, size.credit = max(loses, plain), 0.0
 
     def _wait(self, size: _Size, seconds: float) -> None:

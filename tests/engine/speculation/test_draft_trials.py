@@ -57,7 +57,7 @@ def test_drafts_that_bring_nothing_cost_little(rows: int, price: float, noise: f
 
 def test_the_first_try_is_short() -> None:
     load = Load()
-    load.run(FIRST + PLAIN + 1, lambda _: 0.0, 1.5)
+    load.run(FIRST + PLAIN + 2, lambda _: 0.0, 1.5)
     assert sum(load.drafted) == FIRST
     assert not load.trials.are_on(1)
 
@@ -66,13 +66,23 @@ def test_drafts_that_bring_more_than_they_cost_stay_on() -> None:
     load = Load(noise=0.2)
     load.run(100, lambda _: 1.0, 1.3)
     assert load.run(4000, lambda _: 1.0, 1.3) > 0.97 * 2 / 1.3
-    assert load.drafted[-LONGEST - PLAIN :].count(False) <= 2 * PLAIN
+    assert load.drafted[-LONGEST - PLAIN :].count(False) <= 2 * (PLAIN + 1)
 
 
 def test_what_proposes_from_every_step_begins_anew_behind_a_pause() -> None:
     load = Load(follows=16)
     load.run(200, lambda _: 1.0, 1.3)
     assert load.run(4000, lambda _: 1.0, 1.3) > 0.93 * 2 / 1.3
+
+
+def test_a_first_step_without_drafts_that_is_packed_anew_is_no_measure() -> None:
+    trials, steps = DraftTrials(), [True]
+    for _ in range(600):
+        was_on = trials.are_on(1)
+        seconds = 0.012 if was_on else 0.02 if steps[-1] else 0.01
+        trials.took(1, tokens=1, seconds=seconds, drafted=False, was_on=was_on)
+        steps.append(was_on)
+    assert sum(steps) < 60
 
 
 def test_texts_that_change_are_noticed_in_both_directions() -> None:
