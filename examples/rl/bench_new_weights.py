@@ -5,7 +5,7 @@
     python -m examples.rl.bench_new_weights --rows 8 --rounds 5 --seconds 4
 
 One instance decodes in one process. In turn, for a few seconds each: nothing else happens; new weights are
-prepared again and again as they are served (one thread, a quarter of a core while steps run);
+prepared again and again as they are served (one thread, an eighth of a core while steps run);
 the same unbounded, as it was at first (all threads, without pauses). Times are of the wall clock, so
 other load shows in all three alike.
 """

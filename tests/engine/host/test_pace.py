@@ -16,8 +16,10 @@ from engine.weight_versions.resting import Resting
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that were asked for, without waiting; each slice takes 10 ms."""
+    """Pauses that were asked for, without waiting; each slice takes 10 ms, and comes 0.4 s after the last."""
     found: list[float] = []
+    moments = iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: 0.4 * next(moments))
     clock = iter(range(1000))
     monkeypatch.setattr(time, "sleep", found.append)
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) / 100)
@@ -25,11 +27,20 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_pauses_are_as_long_as_the_share_asks_for_while_steps_run(rests: list[float]) -> None:
-    steps = iter([0, 1, 2, 2, 2, 3])
+    steps = iter([0, 0, 1, 1, 1, 1, 1, 2])
     pace = Pace(lambda: next(steps), share=0.2)
-    for _ in range(5):
+    for _ in range(7):
         pace.rest()
-    assert rests == pytest.approx([0.04, 0.04, 0.04]), "none while no step runs"
+    assert rests == pytest.approx([0.04] * 4), "none while no step runs, but all through a long one"
+
+
+def test_a_long_slice_is_paid_for_by_several_pauses(rests: list[float]) -> None:
+    steps = iter(range(100))
+    pace = Pace(lambda: next(steps), share=0.01)
+    for _ in range(3):
+        pace.rest()
+    assert rests == [background.LONGEST_REST] * 3
+    assert pace._owed == pytest.approx(3 * 0.99 - 1.5)
 
 
 def test_small_slices_add_up(rests: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

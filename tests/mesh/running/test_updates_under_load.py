@@ -19,10 +19,12 @@ from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 from tests.nightly import NIGHTLY
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(1200 if NIGHTLY else 300)]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600 if NIGHTLY else 300)]
 
 DENSE = "--no-enable-expert-parallel"
-UPDATES, KILL_EVERY = (100, 12) if NIGHTLY else (20, 10)
+UPDATES, KILL_EVERY = (25, 12) if NIGHTLY else (20, 10)
+PIECES = [0, *(pytest.param(piece, marks=pytest.mark.nightly) for piece in (1, 2, 3))]
+"""Parts of the hundred updates of a night, each with kills at other times in a mesh of its own."""
 COUNT, NUM_TOKENS = 4, 60
 
 
@@ -70,13 +72,14 @@ def fresh_answers(directory: Path, log: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("how", [DENSE, pytest.param("-ep", marks=pytest.mark.nightly)])
-def test_no_request_fails_and_answers_are_those_of_a_fresh_mesh(tmp_path: Path, how: str) -> None:
+def test_no_request_fails_and_answers_are_those_of_a_fresh_mesh(tmp_path: Path, how: str, piece: int) -> None:
     shipped = MODELS_DIRECTORY / SHIPPED_MODEL
     directories = [trained(shipped, tmp_path / f"v{seed}", seed=seed) for seed in (1, 2)]
     expected = [fresh_answers(path, tmp_path / f"fresh {path.name}") for path in directories]
     assert all(one != other for one, other in zip(*expected, strict=True))
-    draw = random.Random(1)
+    draw = random.Random(1 + piece)
     with contextlib.ExitStack() as stack:
         mesh = PausedMesh(tmp_path, stack, how, ["--kv-cache-dir", str(tmp_path / "kv")])
         with Load(mesh) as load:
