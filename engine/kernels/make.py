@@ -373,21 +373,26 @@ def _computed(program: Program, model: LoadedModel, sample: _Sample) -> torch.Te
         return torch.full(shape, torch.nan, dtype=torch.float32 if last else model.dtype)
 
 
+def _is_spread(weight: torch.Tensor, model: LoadedModel) -> bool:
+    """Whether a tensor has experts that are spread, and held now."""
+    return any(weight is each for layer in model.expert_layers for each in layer.parameters())
+
+
 def let_go_of_weights(model: LoadedModel, decoder: DecoderModel) -> None:
     """Empty the model's layers and the decoder's parts: the program has its own copy.
 
-    Spread experts stay: a change of the placement may assign them anew.
+    Spread experts stay: a change of the placement may assign them anew. It may give modules other ones
+    meanwhile, so they are looked up each time.
     """
-    kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
     base = getattr(model.module, model.module.base_model_prefix)
     names = base_parts(base)
     embedding = getattr(getattr(base, names["embedding"]), "weight", None)
     laid_out = (getattr(base, names[role]) for role in ("layers", "projection") if role in names)
     for part in (*laid_out, model.module.lm_head):
         for weight in part.parameters():
-            if id(weight) not in kept and weight is not embedding:
+            if weight is not embedding and not _is_spread(weight, model):
                 weight.data = weight.data.new_empty(0)
                 forget_codes(weight)
     for weight in (each for layer in decoder.layers for each in layer.matrices()):
-        if id(weight) not in kept:
+        if not _is_spread(weight, model):
             weight.data = weight.data.new_empty(0)

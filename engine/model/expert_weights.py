@@ -29,6 +29,8 @@ from engine.model.text_parts import NAMES, OTHER_MODALITIES
 from engine.model.weight_files import open_weights
 from parallel.placement import Placement
 
+ROW_NAMES = "_lockstep_row_names"
+"""Attribute of an experts module with the names of its parameters that have a row per expert."""
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
@@ -76,12 +78,18 @@ def keep_experts(module: Any, count: int) -> None:
 
 
 def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters of an experts module that have a row per expert, by name."""
-    return [
-        (name, parameter)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.shape[0] == module.num_experts
-    ]
+    """Parameters of an experts module that have a row per expert, by name.
+
+    Names are found at the first call: later, another thread may be about to change the number of experts.
+    """
+    names = module.__dict__.get(ROW_NAMES)
+    if names is None:
+        names = module.__dict__[ROW_NAMES] = tuple(
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.shape[0] == module.num_experts
+        )
+    return [(name, getattr(module, name)) for name in names]
 
 
 def read_experts(

@@ -14,7 +14,9 @@ from engine.config import SHIPPED_MODEL
 from engine.model.finding import MODELS_DIRECTORY
 from tests.engine.weight_versions.made import trained
 from tests.mesh.clients.test_clients import assert_idle
+from tests.mesh.faults.skewed import COPIES, balance, flags_of, moving
 from tests.mesh.faults.test_loss import crowd
+from tests.mesh.faults.test_rebalancing import LAYERS
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 from tests.nightly import NIGHTLY
@@ -106,5 +108,30 @@ def test_no_request_fails_and_answers_are_those_of_a_fresh_mesh(tmp_path: Path, 
         assert mesh.view().orders.weights.number == UPDATES
         assert answers(mesh) == expected[(UPDATES - 1) % 2]
         assert_idle(mesh)
+        assert mesh.command.stop() == 0
+        assert not mesh.tracebacks()
+
+
+@pytest.mark.nightly
+def test_copies_of_experts_have_the_new_weights_while_they_move(tmp_path: Path) -> None:
+    shipped = MODELS_DIRECTORY / SHIPPED_MODEL
+    directories = [trained(shipped, tmp_path / f"v{seed}", seed=seed) for seed in (1, 2)]
+    expected = [fresh_answers(path, tmp_path / f"fresh {path.name}") for path in directories]
+    with contextlib.ExitStack() as stack:
+        mesh = PausedMesh(tmp_path, stack, "-ep", flags_of(0)[2:])
+        before = balance(mesh.admin)
+        assert sum(before["held"].values()) == COPIES * LAYERS
+        with moving(mesh.url, mesh.admin):
+            for number in range(6):
+                body = {"model_path": str(directories[number % 2]), "in_flight": "recompute"}
+                status, answer = mesh.call("/update_weights_from_disk", body)
+                assert (status, answer["success"]) == (200, True), answer
+                for rank in (0, 1):
+                    assert answers(mesh, rank) == expected[number % 2], f"update {number}, instance {rank}"
+        after = balance(mesh.admin)
+        print(before, after)
+        assert after["changes"] > before["changes"] + 6, "experts moved between updates"
+        assert after["failures"] == 0
+        assert sum(after["held"].values()) == COPIES * LAYERS
         assert mesh.command.stop() == 0
         assert not mesh.tracebacks()
