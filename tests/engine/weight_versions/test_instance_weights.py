@@ -170,7 +170,7 @@ def test_requests_cannot_end_on_the_old_weights_in_a_group(served: Served) -> No
     running = Running(served, How())
     running.weights._in_groups = True
     update = WeightUpdate(WeightVersion(9, "", str(served.directories[1]), "", "u9"), InFlight.FINISH)
-    with pytest.raises(WeightsRefused, match=r"\(finish\): choose keep, recompute or abort"):
+    with pytest.raises(WeightsRefused, match=r"\(finish\): all members switch"):
         running.weights.prepare(update, lambda: False)
 
 
