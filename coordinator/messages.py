@@ -210,7 +210,7 @@ class InFlight(enum.StrEnum):
     ABORT = "abort"
     """They end."""
     FINISH = "finish"
-    """They end on the old weights; new ones wait for that. Not where experts are spread."""
+    """They end on the old weights, and new ones wait; not with spread experts."""
 
 
 class PauseMode(enum.StrEnum):

@@ -190,7 +190,10 @@ class OrdersFollowing:
         return not self._in_groups and self._have_finished() and self._core.hold_steps(True)
 
     def _have_finished(self) -> bool:
-        """Whether requests that are to end on the weights in use have; new ones are held back meanwhile."""
+        """Whether requests that end on the weights in use have ended.
+
+        New ones are held back meanwhile.
+        """
         orders = self._membership.orders
         if orders.in_flight is not InFlight.FINISH:
             return True
