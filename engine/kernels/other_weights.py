@@ -1,4 +1,4 @@
-"""Other weights for a loaded model, which take the place of its own between two steps.
+"""Other weights for a loaded model, which replace its own between two steps.
 
 They are in a module of the same form. Those for kernels are laid out while steps run.
 """
