@@ -1,1 +1,0 @@
-"""Meshes of pooling models."""
