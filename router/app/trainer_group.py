@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.process.process import PARENT_VARIABLE
 from engine.trainer_group.wire import (
     KINDS,
     PACKED_BYTES,
@@ -95,7 +96,7 @@ class GroupMember:
         async with self._lock:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "engine.trainer_group"),
-                env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+                env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR", PARENT_VARIABLE: str(os.getpid())},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=MOST_LINE,
