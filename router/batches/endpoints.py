@@ -27,30 +27,13 @@ from router.batches.uploads import PURPOSE, Upload, Uploads
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
-from router.stored.database import StoreFull, StoreUnusable
-from router.stored.replayed_body import Handler
 from router.stored.runs import tenant_of
-from router.stored.streams import unusable
 
 MOST_METADATA, MOST_KEY, MOST_VALUE = 16, 64, 512
 """Pairs of a batch's metadata, and characters of their halves."""
 MOST_SHOWN = {"files": 10_000, "batches": 100}
 
 _read_request = decoder(BatchRequest)
-
-
-def where_it_works(handler: Handler) -> Handler:
-    """The handler, which answers 503 where the store fails and 507 where it is full."""
-
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except StoreUnusable as error:
-            raise unusable() from error
-        except StoreFull as error:
-            raise ApiError(507, "The store is full (--store-max-bytes): delete files of yours.") from error
-
-    return handle
 
 
 class FileEndpoints:

@@ -8,13 +8,14 @@ from starlette.routing import Route
 
 from router.batches.batch_runs import BatchLimits, BatchRuns
 from router.batches.batch_store import BatchStore
-from router.batches.endpoints import BatchEndpoints, FileEndpoints, where_it_works
+from router.batches.endpoints import BatchEndpoints, FileEndpoints
 from router.batches.file_store import StoredFiles
 from router.batches.line_runner import LineRunner
 from router.config import HttpConfig
 from router.mesh import Mesh
 from router.metrics.metrics import Metrics
 from router.stored.database import StoreDatabase
+from router.stored.failures import where_it_works
 from router.stored.replayed_body import Handler
 
 

@@ -13,12 +13,9 @@ from router.api.answers import encode, json_response
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
-from router.stored.conversation_store import Conversation, ConversationStore, TooManyItems
+from router.stored.conversation_store import ConversationStore, StoredConversation, TooManyItems
 from router.stored.conversations import Item, ItemList, items_of, page_of
-from router.stored.database import StoreFull, StoreUnusable
-from router.stored.replayed_body import Handler
 from router.stored.runs import tenant_of
-from router.stored.streams import unusable
 
 MOST_ADDED = 20
 """Items that one call adds, as with OpenAI."""
@@ -51,22 +48,6 @@ class DeletedConversation(msgspec.Struct):
 _read = decoder(_Given)
 
 
-def where_conversations_are(handler: Handler) -> Handler:
-    """The handler, whose failures of the store become error responses."""
-
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except StoreUnusable as error:
-            raise unusable() from error
-        except StoreFull as error:
-            raise ApiError(507, "The store is full (--store-max-bytes).") from error
-        except TooManyItems as error:
-            raise ApiError(400, str(error), param="items") from error
-
-    return handle
-
-
 class ConversationEndpoints:
     """Handlers of /v1/conversations."""
 
@@ -92,7 +73,7 @@ class ConversationEndpoints:
         """``POST /v1/conversations/{id}``: other metadata."""
         given = await self._given(request)
 
-        def change(found: Conversation) -> None:
+        def change(found: StoredConversation) -> None:
             found.metadata = given.metadata or {}
 
         return json_response(encode(_object_of(await self._changed(request, change))))
@@ -126,7 +107,7 @@ class ConversationEndpoints:
     async def delete_item(self, request: Request) -> Response:
         """``DELETE /v1/conversations/{id}/items/{item}``."""
 
-        def change(found: Conversation) -> None:
+        def change(found: StoredConversation) -> None:
             del found.items[_index_of(found, request.path_params["item"])]
 
         return json_response(encode(_object_of(await self._changed(request, change))))
@@ -140,24 +121,27 @@ class ConversationEndpoints:
             refuse(f"metadata may have {MOST_PAIRS} pairs of {MOST_CHARACTERS} characters.", "metadata")
         return given
 
-    async def _found(self, request: Request) -> Conversation:
+    async def _found(self, request: Request) -> StoredConversation:
         found = await self._store.get(request.path_params["id"], tenant_of(request))
         if found is None:
             raise ApiError(404, NO_SUCH_CONVERSATION)
         return found
 
-    async def _changed(self, request: Request, change: Any) -> Conversation:
-        found = await self._store.change(request.path_params["id"], tenant_of(request), change)
+    async def _changed(self, request: Request, change: Any) -> StoredConversation:
+        try:
+            found = await self._store.change(request.path_params["id"], tenant_of(request), change)
+        except TooManyItems as error:
+            raise ApiError(400, str(error), param="items") from error
         if found is None:
             raise ApiError(404, NO_SUCH_CONVERSATION)
         return found
 
 
-def _object_of(found: Conversation) -> ConversationObject:
+def _object_of(found: StoredConversation) -> ConversationObject:
     return ConversationObject(found.id, int(found.created), found.metadata)
 
 
-def _index_of(found: Conversation, item: str) -> int:
+def _index_of(found: StoredConversation, item: str) -> int:
     ids = [each["id"] for each in found.items]
     if item not in ids:
         raise ApiError(404, "There is no item of this id in the conversation.")

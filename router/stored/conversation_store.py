@@ -22,7 +22,7 @@ class TooManyItems(Exception):
     """A conversation would have over :data:`MOST_ITEMS` items."""
 
 
-class Conversation(msgspec.Struct):
+class StoredConversation(msgspec.Struct):
     """A conversation, and its items in their order."""
 
     id: str
@@ -42,14 +42,14 @@ class ConversationStore:
     def __repr__(self) -> str:
         return f"<ConversationStore in {self._database!r}>"
 
-    async def begin(self, tenant: str, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
+    async def begin(self, tenant: str, items: Sequence[Item], metadata: dict[str, str]) -> StoredConversation:
         """A new conversation.
 
         Raises:
             StoreFull: there is no room.
         """
         now = time.time()
-        made = Conversation(f"conv_{uuid.uuid4().hex}", now, metadata, list(items))
+        made = StoredConversation(f"conv_{uuid.uuid4().hex}", now, metadata, list(items))
         encoded = msgspec.json.encode(made.items)
 
         def begin(connection: sqlite3.Connection) -> None:
@@ -62,20 +62,20 @@ class ConversationStore:
         await self._database.run(begin)
         return made
 
-    async def get(self, id: str, tenant: str) -> Conversation | None:
+    async def get(self, id: str, tenant: str) -> StoredConversation | None:
         """A tenant's conversation, unless it has expired."""
         return await self._database.run(lambda connection: found_in(connection, id, tenant))
 
     async def change(
-        self, id: str, tenant: str, change: Callable[[Conversation], None]
-    ) -> Conversation | None:
-        """Change a tenant's conversation, and return it as it is now; None if there is none.
+        self, id: str, tenant: str, change: Callable[[StoredConversation], None]
+    ) -> StoredConversation | None:
+        """Change a tenant's conversation; returns it as it is now, None if there is none.
 
         Raises:
             TooManyItems, StoreFull: there is no room.
         """
 
-        def write(connection: sqlite3.Connection) -> Conversation | None:
+        def write(connection: sqlite3.Connection) -> StoredConversation | None:
             found = found_in(connection, id, tenant)
             if found is not None:
                 before = len(msgspec.json.encode(found.items))
@@ -93,16 +93,16 @@ class ConversationStore:
         )
 
 
-def found_in(connection: sqlite3.Connection, id: str, tenant: str) -> Conversation | None:
+def found_in(connection: sqlite3.Connection, id: str, tenant: str) -> StoredConversation | None:
     """A tenant's conversation, in a transaction."""
     query = "SELECT created, metadata, items FROM conversations WHERE id = ? AND tenant = ? AND expires > ?"
     row = connection.execute(query, (id, tenant, time.time())).fetchone()
     if row is None:
         return None
-    return Conversation(id, row[0], msgspec.json.decode(row[1]), msgspec.json.decode(row[2]))
+    return StoredConversation(id, row[0], msgspec.json.decode(row[1]), msgspec.json.decode(row[2]))
 
 
-def put(connection: sqlite3.Connection, changed: Conversation, expires: float) -> None:
+def put(connection: sqlite3.Connection, changed: StoredConversation, expires: float) -> None:
     """Write a conversation that was changed, in a transaction.
 
     Raises:
@@ -118,7 +118,7 @@ def put(connection: sqlite3.Connection, changed: Conversation, expires: float) -
 
 
 def addition(id: str, tenant: str, items: list[Item], expires: float) -> Callable[[sqlite3.Connection], None]:
-    """Part of a transaction that adds an answer's items, unless the conversation is gone or full."""
+    """Part of a transaction that adds items, unless the conversation is gone or full."""
 
     def add(connection: sqlite3.Connection) -> None:
         found = found_in(connection, id, tenant)

@@ -19,10 +19,11 @@ from router.stored.conversation_endpoints import NO_SUCH_CONVERSATION
 from router.stored.conversation_store import ConversationStore
 from router.stored.conversations import Item, items_of, page_of
 from router.stored.database import StoreUnusable
+from router.stored.failures import unusable
 from router.stored.replayed_body import Handler, with_body
 from router.stored.runs import NewAnswer, Purpose, Run, RunRequest, Runs, tenant_of
 from router.stored.store import AnswerState, StoredAnswer, id_of, key_of
-from router.stored.streams import NO_SUCH_ANSWER, PREFIXES, Streams, begun, unusable
+from router.stored.streams import NO_SUCH_ANSWER, PREFIXES, Streams, begun
 
 QUEUED, CANCELLED, FAILED, IN_PROGRESS = "queued", "cancelled", "failed", "in_progress"
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from starlette.routing import Route
 
 from router.config import HttpConfig
-from router.stored.conversation_endpoints import ConversationEndpoints, where_conversations_are
+from router.stored.conversation_endpoints import ConversationEndpoints
 from router.stored.conversation_store import ConversationStore
+from router.stored.failures import where_it_works
 from router.stored.replayed_body import Handler
 from router.stored.responses import StoredResponses
 from router.stored.runs import Runs
@@ -40,7 +41,7 @@ def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler
         Route("/v1/responses/{id:path}", responses.get, methods=["GET"]),
         Route("/v1/responses/{id:path}", responses.delete, methods=["DELETE"]),
         *(
-            Route(path, where_conversations_are(handler), methods=[method])
+            Route(path, where_it_works(handler), methods=[method])
             for method, path, handler in (
                 ("POST", "/v1/conversations", endpoints.create),
                 ("GET", "/v1/conversations/{id}", endpoints.get),

@@ -11,6 +11,7 @@ from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
 from router.stored.database import StoreFull, StoreUnusable
+from router.stored.failures import unusable
 from router.stored.log_response import LogResponse
 from router.stored.replayed_body import Handler, with_body
 from router.stored.runs import NewAnswer, Purpose, Run, Runs, tenant_of
@@ -106,11 +107,6 @@ class Streams:
 def beyond(count: int, events: int) -> None:
     """Refuse a number behind the end of a stream."""
     refuse(f"The stream has {events} events, numbered from 0: there is nothing after {count - 1}.", "after")
-
-
-def unusable() -> ApiError:
-    """Error response while the store does not work."""
-    return ApiError(503, "The store of answers does not work now.", headers={"retry-after": "1"})
 
 
 async def begun(runs: Runs, request: Request, new: NewAnswer) -> Run | None:
