@@ -16,6 +16,7 @@ import msgspec
 from coordinator.numerics import Numerics
 from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
+from engine.vision.images import PromptImage
 from parallel.links.counts import LinkCount
 from parallel.lockstep import Wake
 
@@ -93,6 +94,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
 
     ``params`` and ``seed`` have no effect then. The answer is one delta, with ``pooled`` and no tokens.
     """
+    images: tuple[PromptImage, ...] = ()
+    """In the order of the prompt."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -127,6 +130,8 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
     """
     adapter: str = ""
     """Digest of its low-rank adapter; empty for none."""
+    images: tuple[PromptImage, ...] = ()
+    """Without their pixels."""
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):

@@ -13,6 +13,7 @@ from engine.messages import RoutedExperts, TokenLogprobs
 from engine.pieces.kinds import BoundaryKind
 from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
+from engine.vision.images import PromptImage
 
 Span = tuple[float, float]
 """When a worker computed: seconds of the monotonic clock, from and to."""
@@ -43,6 +44,8 @@ class Admit(msgspec.Struct, frozen=True):
     """Whether results have the experts of its tokens."""
     pooling: PoolingParams | None = None
     """What it is answered with in place of tokens; None: it generates."""
+    images: tuple[PromptImage, ...] = ()
+    """Those of its prompt that some row of it may reach."""
 
 
 class RowPieces(msgspec.Struct, frozen=True):

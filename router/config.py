@@ -21,6 +21,18 @@ MOST_FRONT_ENDS = 256
 """Most routers; each is a process that fills a core."""
 
 
+def _most_images(text: str) -> int:
+    limits = _json_object("--limit-mm-per-prompt", text)
+    if unknown := limits.keys() - {"image"}:
+        raise ValueError(
+            f"--limit-mm-per-prompt has {', '.join(sorted(unknown))}: models are served with images only"
+        )
+    most = limits.get("image", 0)
+    if not isinstance(most, int) or most < 0:
+        raise ValueError(f"--limit-mm-per-prompt has {most!r} images, which is no number of them")
+    return most
+
+
 def _json_object(flag_name: str, text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
@@ -191,6 +203,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str,
         flag(json=True, help="JSON object of variables for the chat template; requests may override them."),
     ] = "{}"
+    limit_mm_per_prompt: Annotated[
+        str, flag(json=True, help='JSON object: most images of a request, as {"image": 16}.')
+    ] = '{"image": 16}'
+    max_image_pixels: Annotated[Bytes, flag(help="Most pixels of an image; larger ones get 400.")] = 1 << 25
     response_role: Annotated[str, flag(help="Role of generated messages.")] = "assistant"
     enable_auto_tool_choice: Annotated[
         bool, flag(help="Let the model decide to call a request's tools; needs --tool-call-parser.")
@@ -333,6 +349,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_keys_of_clients("--admin-api-key", self.admin_api_key)
         _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
         _json_object("--override-generation-config", self.override_generation_config)
+        _most_images(self.limit_mm_per_prompt)
         if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
@@ -367,6 +384,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def template_kwargs(self) -> dict[str, Any]:
         """``default_chat_template_kwargs``, read."""
         return _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def most_images(self) -> int:
+        """Most images of a request."""
+        return _most_images(self.limit_mm_per_prompt)
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:

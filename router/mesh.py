@@ -19,6 +19,7 @@ from engine.messages import Delta, InstanceReport
 from engine.pieces.pool import rooted
 from engine.pooling_params import PoolingParams
 from engine.sampling import SamplingParams
+from engine.vision.images import PromptImage
 
 STARTING_WEIGHTS = "default"
 """Name of the weights that the mesh was started with, as with SGLang."""
@@ -109,6 +110,7 @@ class Prompt(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     adapter: str = ""
     """Digest of its low-rank adapter; empty for none."""
+    images: tuple[PromptImage, ...] = ()
     session: str = ""
     """Equal for all requests of a session: a hint to keep them together."""
     traceparent: str = ""

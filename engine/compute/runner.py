@@ -27,6 +27,7 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.model.weights import LoadedModel
 from engine.states.held import RequestStates, StateRows
 from engine.step import Admit, Span, Step, StepResult
+from engine.vision.encoded_images import EncodedImages, RowImages
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
@@ -63,6 +64,8 @@ class ModelRunner:
         ``row_by_row``: see :class:`.Sampler`. ``adapters``: of which rows may have one; None: they have none.
         """
         self._adapters = adapters
+        self.images: EncodedImages | None = None
+        """Encoder of images; None: the model takes none."""
         self._model = model
         self._cache = cache
         self._program = program
@@ -100,12 +103,7 @@ class ModelRunner:
         if result is not None:
             return _done(self._with_proposals(step, result))
         for admit in step.admits:
-            if self._states is not None:
-                self._states.admit(admit.slot, self._num_equal(admit))
-            self._slots[admit.slot] = RequestSlot.of(admit)
-            if self._adapters is not None and admit.adapter:
-                self._adapters.use(admit.adapter, admit.adapter_digest)
-            self._tables.clear(admit.slot)
+            self._admit(admit)
         if not step.slots:
             return _done(StepResult([]))
         held = [self._slots[slot] for slot in step.slots]
@@ -120,12 +118,13 @@ class ModelRunner:
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
             wanted = self._wanted(step, packed, ends)
+            given = self._place_images(step, held, packed, input_ids)
             program = self._program
             is_plain = program is not None and step.masks is None and all(each.is_plain for each in held)
             draws = _draws(held, wanted) if is_plain else None
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
                 with self._states_of(step):
-                    tokens = program.choose(packed, input_ids, wanted.tokens, draws)
+                    tokens = program.choose(packed, input_ids, wanted.tokens, draws, given=given)
                 pending = _done(result_of(step, held, wanted, tokens, {}, {}))
                 self._continuation = program.continuation
                 if self._continuation is not None:
@@ -133,7 +132,9 @@ class ModelRunner:
             else:
                 with self._states_of(step):
                     keeps = any(each.admit.keeps_experts for each in held)
-                    output = self._forward(packed, input_ids, wanted.tokens, hidden, followed, keeps=keeps)
+                    output = self._forward(
+                        packed, input_ids, wanted.tokens, hidden, followed, keeps=keeps, given=given
+                    )
                 pending = _done(StepResult([]))
                 if self._shard.is_last:
                     pending = self._sample(step, held, wanted, output)
@@ -148,6 +149,15 @@ class ModelRunner:
             return self._with_proposals(step, result)
 
         return finish
+
+    def _admit(self, admit: Admit) -> None:
+        """Put a request into its slot."""
+        if self._states is not None:
+            self._states.admit(admit.slot, self._num_equal(admit))
+        self._slots[admit.slot] = RequestSlot.of(admit)
+        if self._adapters is not None and admit.adapter:
+            self._adapters.use(admit.adapter, admit.adapter_digest)
+        self._tables.clear(admit.slot)
 
     def use_drafts(
         self, config: SpeculativeConfig | None, drafts: DraftModel | None, num_blocks: int
@@ -232,6 +242,20 @@ class ModelRunner:
         num_single = int((counts != 1).argmax())
         return PackedRows(starts, counts, tables, positions, num_single, adapters), input_ids
 
+    def _place_images(
+        self, step: Step, held: Sequence[RequestSlot], packed: PackedRows, input_ids: Int64s
+    ) -> torch.Tensor | None:
+        """What the stream begins with at the images' tokens of a step, see :class:`.EncodedImages`."""
+        if self.images is None or not any(each.admit.images for each in held):
+            return None
+        offsets = np.cumsum(packed.counts) - packed.counts
+        rows = [
+            RowImages(each.admit.images, each.token_ids, start, at, count)
+            for each, start, at, count in zip(held, step.starts, offsets.tolist(), step.counts, strict=True)
+            if each.admit.images
+        ]
+        return self.images.place(rows, input_ids)
+
     def _adapters_of(self, step: Step) -> Int64s | None:
         """Number of each row's adapter; None if no row has one."""
         if self._adapters is None:
@@ -284,31 +308,39 @@ class ModelRunner:
         followed: FollowedTokens | None = None,
         *,
         keeps: bool = False,
+        given: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden].
 
-        ``keeps``: the program keeps the experts of all tokens.
+        ``keeps``: the program keeps the experts of all tokens. ``given``: see :meth:`.Program.forward`.
         """
         if self._program is not None:
-            return self._program.forward(packed, input_ids, wanted, hidden, keeps_choices=keeps)
+            return self._program.forward(packed, input_ids, wanted, hidden, keeps_choices=keeps, given=given)
         assert self._cache is not None
         device = self._model.device
-        if self._graphs is not None:
+        if self._graphs is not None and given is None:
             logits = self._graphs.forward(packed, input_ids, wanted, followed)
             if logits is not None:
                 return logits
         ids = upload(input_ids, device)
         if followed is not None:
             followed.fill(ids)
+        words = {"input_ids": ids.unsqueeze(0)} if given is None else self._embedded(ids, given)
         return self._model.stage.forward(
             self._model.module,
             hidden,
-            input_ids=ids.unsqueeze(0),
+            **words,
             position_ids=upload(packed.positions, device).unsqueeze(0),
             use_cache=False,
             logits_to_keep=upload(wanted, device),
             **{PLAN_KEYWORD: self._cache.plan(packed)},
         )
+
+    def _embedded(self, ids: torch.Tensor, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Embeddings of tokens [n], and given rows for ids below 0."""
+        embedded = self._model.module.get_input_embeddings()(ids.clamp(min=0))
+        rows = given.index_select(0, (-1 - ids).clamp(min=0))
+        return {"inputs_embeds": torch.where((ids < 0).unsqueeze(1), rows, embedded).unsqueeze(0)}
 
     def _receive(self, num_tokens: int) -> torch.Tensor | None:
         """Hidden states of the previous stage for this step; None on the first one."""

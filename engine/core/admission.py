@@ -19,6 +19,7 @@ from engine.sampling import BadParameter
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.request import Request, RequestKey, from_submit
 from engine.scheduling.scheduler import Scheduler
+from engine.vision.images import problem_with
 
 BACKGROUND_PRIORITY = 2**63
 """Priority of requests that nobody waits for.
@@ -204,6 +205,8 @@ class Admission:
         most = submit.params.prompt_logprobs
         if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES - BESIDE_LOGPROBS:
             return f"{most} prompt_logprobs for each of {num_prompt} tokens are too much: ask for fewer"
+        if problem := self._problem_with_images(submit):
+            return problem
         if not 0 <= submit.scored_from <= num_prompt:
             return f"log-probabilities are wanted from token {submit.scored_from} of {num_prompt} on"
         if submit.routed_experts and not self._keeps_experts:
@@ -229,6 +232,13 @@ class Admission:
         if not 0 <= min(submit.prompt_ids) <= max(submit.prompt_ids) < self._info.vocab_size:
             return f"a token id is outside the vocabulary of {self._info.vocab_size}"
         return pooling.problem(model, num_tokens) or None
+
+    def _problem_with_images(self, submit: Submit) -> str | None:
+        if not submit.images:
+            return None
+        if self._info.image_token is None:
+            return "this model takes no images here"
+        return problem_with(submit.images, submit.prompt_ids, self._info.image_token)
 
     def _request_of(self, peer: bytes, submit: Submit) -> Request:
         self._arrivals += 1

@@ -18,6 +18,7 @@ from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
 from engine.transfers.sources import LocalCarrier, Mover, Sources
 from engine.transfers.spot_checks import SpotChecks
+from engine.vision.images import names_between
 
 
 class CacheSharing:
@@ -119,7 +120,8 @@ class CacheSharing:
         size, ids, root = self._block_size, wish.token_ids, rooted(wish.cache_salt, wish.adapter)
         for start in range(0, (len(ids) - 1) // size * size, size):
             parent = names[-1] if names else None
-            names.append(hash_block(parent, ids[start : start + size], root, self.weights))
+            images = names_between(wish.images, start, start + size)
+            names.append(hash_block(parent, ids[start : start + size], root, self.weights, images))
         if holder is None:
             self.exchange.copy((peer, wish.number), names, wish.blocks_at)
         else:

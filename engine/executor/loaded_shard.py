@@ -36,6 +36,8 @@ from engine.numerics import check_kind, native_kind
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_source import find_draft
 from engine.step import KVSpec, ModelFacts
+from engine.vision.encoded_images import EncodedImages
+from engine.vision.tower import load_tower
 from engine.weight_versions.shard_weights import ShardWeights
 from parallel.expert_parallel import Dispatch
 from parallel.placement import assign_experts
@@ -73,6 +75,7 @@ class LoadedShard:
         """
         self._new_weights: ShardWeights | None = None
         self._drafts: DraftModel | None = None
+        self._images: EncodedImages | None = None
         """Model that proposes tokens, where this worker answers; None: none does."""
         self._kept = KeptForms((), None)
         """What the model keeps of requests."""
@@ -123,11 +126,11 @@ class LoadedShard:
             self._held.rehearse()
             if self._config.device.enable_eplb and device.type != "cpu":
                 self._let_experts_move(model, self._held)
-        self._kept = kept_by_torch(model)
-        if not self._on_torch:
-            has_states = self._info.has_states
-            self._kept = kept_of(model, self._config.cache.block_size, has_states=has_states)
+        block_size, has_states = self._config.cache.block_size, self._info.has_states
+        on_torch = self._on_torch
+        self._kept = kept_by_torch(model) if on_torch else kept_of(model, block_size, has_states=has_states)
         self._drafts = self._load_drafts(progress)
+        self._images = self._load_tower(progress)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -148,6 +151,15 @@ class LoadedShard:
             return None
         progress(f"loading {draft.architecture} from {draft.directory}, which proposes tokens")
         return DraftModel(self._config, draft, self._info)
+
+    def _load_tower(self, progress: Progress) -> EncodedImages | None:
+        """Encoder of images, on each worker that begins the stream; None: the model takes none."""
+        model, placeholder = self._model, self._info.image_token
+        if placeholder is None or not self._shard.is_first:
+            return None
+        assert model is not None
+        progress("loading the encoder of images")
+        return EncodedImages(load_tower(Path(self._info.directory), model.dtype, model.device), placeholder)
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""

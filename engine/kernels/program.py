@@ -208,17 +208,21 @@ class Program:
         inputs: torch.Tensor | None = None,
         *,
         keeps_choices: bool = False,
+        given: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank] in float32, valid until the next call.
 
         Before the last stage it is hidden [1, tokens, hidden], as ``hidden`` is of the stage before.
         ``inputs`` [tokens, numbers of all layers]: what layers have beside it, where there is no embedding.
         ``keeps_choices``: whether :attr:`kept_choices` is to have the experts of all tokens.
+        ``given`` [rows, hidden]: what the stream begins with where an id is -1 - (index of a row).
         """
         tokens, layers = len(input_ids), self.laid_out.packed.layers
         kept = KeptChoices([each.mlp for each in layers], tokens) if keeps_choices else None
         with kept or nullcontext():
-            self._compute(packed, input_ids, wanted, hidden, inputs=inputs, computes_all=keeps_choices)
+            self._compute(
+                packed, input_ids, wanted, hidden, inputs=inputs, computes_all=keeps_choices, given=given
+            )
         self.kept_choices = kept
         assert self._buffers is not None
         if self._decoder.output is None:
@@ -232,13 +236,14 @@ class Program:
         wanted: Int64s,
         draws: Draws = NO_DRAWS,
         hidden: torch.Tensor | None = None,
+        given: torch.Tensor | None = None,
     ) -> list[int]:
         """A token for each wanted row, drawn from :meth:`forward`'s logits or greedy.
 
         Greedy is what ``argmax`` finds. All threads take part. The arrays must not be used any more.
         """
         assert self.can_choose(len(input_ids), draws)
-        arguments, plan = self._compute(packed, input_ids, wanted, hidden, draws)
+        arguments, plan = self._compute(packed, input_ids, wanted, hidden, draws, given=given)
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
@@ -283,6 +288,7 @@ class Program:
         inputs: torch.Tensor | None = None,
         *,
         computes_all: bool = False,
+        given: torch.Tensor | None = None,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
         self.continuation = None
@@ -299,6 +305,8 @@ class Program:
             assert self._buffers is not None
             self._buffers[INPUTS][:tokens, : inputs.shape[1]] = inputs
         arguments = self._arguments(plan, packed, input_ids, wanted, draws)
+        if given is not None:
+            arguments.put(given=given)
         self._run(arguments, tokens, computes_all=computes_all)
         return arguments, plan
 

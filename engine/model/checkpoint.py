@@ -28,6 +28,7 @@ from engine.model.quantization.formats import Format, UnsupportedFormat, format_
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from engine.model.weight_digest import sample_digest
 from engine.model.weight_set import check_weights, weight_files
+from engine.vision.families import image_token
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether layers keep a recurrent state."""
     pooling: PooledModel | None = None
     """What it computes with ``--runner pooling``; None: it generates tokens."""
+    image_token: int | None = None
+    """Token that stands for a row of an image; None: images are refused."""
 
 
 @readable_errors()
@@ -121,6 +124,7 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
         num_heads=_whole_number(("num_attention_heads", "n_head"), text, defaults),
         num_kv_heads=_whole_number(("num_key_value_heads",), text, defaults),
         has_states=has_states(text),
+        image_token=image_token(config),
     )
 
 

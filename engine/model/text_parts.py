@@ -24,6 +24,7 @@ from engine.model.model_sources import PLAIN_HEADS
 
 NAMES = {
     r"^model\.language_model\.": "model.",
+    r"^model\.text_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
@@ -31,6 +32,7 @@ NAMES = {
 
 OTHER_MODALITIES = re.compile(
     r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision|^patch_merge"
+    r"|^model\.connector\."
 )
 """Names of tensors that only other modalities need."""
 

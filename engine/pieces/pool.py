@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from engine.pieces.kinds import HASH_BYTES, BoundarySlots, PieceKinds
+from engine.vision.images import PromptImage, names_between
 
 BlockHash = bytes
 
@@ -50,20 +51,40 @@ def root_of(salt: str, weights: str = "") -> bytes:
 
 
 def hash_block(
-    parent: BlockHash | None, tokens: Sequence[int], salt: str = "", weights: str = ""
+    parent: BlockHash | None,
+    tokens: Sequence[int],
+    salt: str = "",
+    weights: str = "",
+    images: bytes = b"",
 ) -> BlockHash:
     """Hash of a full block. ``salt`` keeps requests with different salts apart.
 
-    So does ``weights`` with versions of the weights. BLAKE2b with 128 bits: nobody can craft a collision to
+    So does ``weights`` with versions of the weights, and ``images`` with those that begin in the block
+    (:func:`engine.vision.images.names_between`). BLAKE2b with 128 bits: nobody can craft a collision to
     read another request's context.
     """
-    digest = hashlib.blake2b(parent or root_of(salt, weights), digest_size=HASH_BYTES)
+    digest = _begun(parent or root_of(salt, weights), images)
     digest.update(b"|" if parent else b"#")
     digest.update(array("I", tokens).tobytes())
     return digest.digest()
 
 
-def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "", weights: str = "") -> list[int]:
+def _begun(before: bytes, images: bytes) -> hashlib.blake2b:
+    """A hash that has taken in what comes before a block's tokens."""
+    if not images:
+        return hashlib.blake2b(before, digest_size=HASH_BYTES)
+    digest = hashlib.blake2b(before, digest_size=HASH_BYTES, person=b"images")  # equal to no name without any
+    digest.update(len(images).to_bytes(4, "little") + images)
+    return digest
+
+
+def prefix_names(
+    tokens: Sequence[int],
+    block_size: int,
+    salt: str = "",
+    weights: str = "",
+    images: Sequence[PromptImage] = (),
+) -> list[int]:
     """Names of a prompt's full blocks for routers: ``NAME_BYTES`` of each hash as a number.
 
     The last token is always computed, so a block that ends with it is left out.
@@ -72,7 +93,8 @@ def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "", weights
     size = block_size * array("I").itemsize
     names, parent, mark = [], root_of(salt, weights), b"#"
     for start in range(0, (len(tokens) - 1) // block_size * size, size):
-        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+        at = start // array("I").itemsize
+        digest = _begun(parent, names_between(images, at, at + block_size) if images else b"")
         digest.update(mark)
         digest.update(data[start : start + size])
         parent, mark = digest.digest(), b"|"

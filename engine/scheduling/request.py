@@ -13,6 +13,7 @@ from engine.messages import FinishReason, RoutedExperts, Submit, TokenLogprobs
 from engine.pieces.pool import BlockHash, hash_block, rooted
 from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
+from engine.vision.images import PromptImage, names_between
 
 if TYPE_CHECKING:
     from engine.scheduling.grammar import Grammar
@@ -145,6 +146,8 @@ class Request:
     """Grammar that the output must follow, up to the last token of ``token_ids``."""
     error: str = ""
     """Why it failed, with ``FinishReason.ERROR``."""
+    images: tuple[PromptImage, ...] = ()
+    """Of its prompt."""
     drafter: Drafter | None = None
     """Drafts next tokens, where speculation is on."""
     pooling: PoolingParams | None = None
@@ -221,10 +224,12 @@ class Request:
         while len(self.hashes) < num_blocks:
             start = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else None
-            self.hashes.append(
-                hash_block(parent, self.token_ids[start : start + block_size], self.root, self.weights)
-            )
+            self.hashes.append(self._name_of_block(parent, start, start + block_size))
         return self.hashes[:num_blocks]
+
+    def _name_of_block(self, parent: BlockHash | None, start: int, end: int) -> BlockHash:
+        images = names_between(self.images, start, end) if self.images else b""
+        return hash_block(parent, self.token_ids[start:end], self.root, self.weights, images)
 
     def name_by(self, weights: str) -> None:
         """Name its blocks by another version of the weights.
@@ -258,7 +263,7 @@ class Request:
             return None
         parent = self.hashes_up_to(num_full, block_size)[-1] if num_full else None
         start = num_full * block_size
-        return hash_block(parent, self.token_ids[start : start + rest], self.root, self.weights)
+        return self._name_of_block(parent, start, start + rest)
 
 
 def from_submit(
@@ -290,6 +295,7 @@ def from_submit(
         scored_from=submit.scored_from,
         pooling=submit.pooling,
         routed_until=_known_experts(submit) if submit.routed_experts else None,
+        images=submit.images,
     )
     if params.prompt_logprobs is not None and not submit.output_ids:
         request.prompt_logprobs = request.no_scores()

@@ -342,7 +342,7 @@ class Scheduler:
             self.queues.admit(request, here + taken)
             self.prefixes.admitted(request)
             assert request.slot is not None
-            admits.append(admit_of(request, request.slot))
+            admits.append(admit_of(request, request.slot, request.num_computed))
             self._fill(rows, request, count, request.blocks[:])
         return admits
 

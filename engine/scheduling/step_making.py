@@ -139,8 +139,8 @@ class StepRows:
             self._pieces = {new_index[index]: pieces for index, pieces in self._pieces.items()}
 
 
-def admit_of(request: Request, slot: int) -> Admit:
-    """Admission of a request to a slot, as the workers get it."""
+def admit_of(request: Request, slot: int, start: int) -> Admit:
+    """Admission of a request to a slot, as the workers get it; ``start``: position of its first row."""
     params = request.params
     if request.prompt_logprobs is None and params.prompt_logprobs is not None:  # sent with its first delta
         params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -156,6 +156,7 @@ def admit_of(request: Request, slot: int) -> Admit:
         scored_from=request.scored_from,
         keeps_experts=request.routed_until is not None,
         pooling=request.pooling,
+        images=tuple(each for each in request.images if each.end > start),
     )
 
 
@@ -164,7 +165,10 @@ def made_anew(under_way: UnderWay) -> UnderWay:
     old = under_way.step
     step = msgspec.structs.replace(
         old,
-        admits=[admit_of(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
+        admits=[
+            admit_of(request, slot, start)
+            for slot, start, request in zip(old.slots, old.starts, under_way.requests, strict=True)
+        ],
         new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
         masks=None,
         ahead=[],

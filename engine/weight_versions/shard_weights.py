@@ -81,6 +81,7 @@ class ShardWeights:
         self.digest = ""
         """Digest of the version in use; empty: of the checkpoint that was loaded."""
         self._source = self._next_source = info.directory
+        self._takes_images = info.image_token is not None
         self.are_given_back = False
         """Whether no step can be computed before :meth:`switch`."""
 
@@ -172,6 +173,8 @@ class ShardWeights:
             raise WeightsRefused("new weights while an instance runs are not built for GPUs")
         if self._program is not None and self._program.sites is not None:
             raise WeightsRefused("new weights are not built for a mesh with adapters (--enable-lora)")
+        if self._takes_images:
+            raise WeightsRefused("new weights of models that take images are not built")
         if not self._settings.reads_weights or not self._stored:
             raise WeightsRefused("new weights need a checkpoint of safetensors files to begin with")
 

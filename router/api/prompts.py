@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from router.api.validation import check_messages, check_template_fields
 from router.errors import ApiError, bad_request, refuse
+from router.images.conversation import taken_by
+from router.images.messages import Prepared
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from router.text.chat_template import ChatTemplateError
@@ -71,21 +75,32 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
     """Token ids of a conversation."""
     if len(request.messages) > model.served.max_model_len:
         refuse("There are more messages than the model's context can hold.", "messages")
-    text = render_chat(request, model)
+    text, prepared = _conversation(request, model)
     adds = request.add_special_tokens is True  # a template writes special tokens itself
-    return PromptText(_tokenise(text, request, model, add_special_tokens=adds)[1], text)
+    ids = _tokenise(text, request, model, add_special_tokens=adds)[1]
+    if model.images is None or not prepared:
+        return PromptText(ids, text)
+    return PromptText(ids, text, images=model.images.find(ids, prepared))
+
+
+def _conversation(request: ChatRequest, model: TextModel) -> tuple[str, list[Prepared]]:
+    """The text of a conversation's prompt, and its images."""
+    return taken_by(model.images, request.messages, lambda messages: _rendered(request, [*messages], model))
 
 
 def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
     """Number of tokens of a conversation, which may slightly exceed the model's limit."""
-    text = render_chat(request, model)
+    text, _ = _conversation(request, model)
     _check_countable(text, "messages", model)
     return len(model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True))
 
 
 def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str:
     """The prompt text of a conversation, by the chat template."""
-    messages = request.messages or []
+    return _rendered(request, request.messages or [], model)
+
+
+def _rendered(request: ChatRequest | TokenizeRequest, messages: list[Any], model: TextModel) -> str:
     variables = dict(model.template_kwargs)
     if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
         thinks = effort != "none"  # templates that switch thinking off go by one of two names
@@ -99,7 +114,10 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
     continues = request.continue_final_message is True
     begins = request.add_generation_prompt
     try:
-        return model.templates.choose(with_tools=bool(request.tools)).render(
+        template = model.templates.choose(with_tools=bool(request.tools))
+        if model.images is not None:
+            template.image_mark = model.images.preparation.mark
+        return template.render(
             messages,
             tools=request.tools,
             documents=documents,

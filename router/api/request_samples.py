@@ -56,6 +56,8 @@ def make_samples(
     repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
     for prompt in understood.prompts:
+        if prompt.images and terms.records:
+            refuse("Capsules of prompts with images are not built: leave X-Lockstep-Capsule out.", "messages")
         seed = chance.getrandbits(63) if params.seed is None else params.seed
         max_tokens = _room_for(prompt, understood)
         single = Prompt(
@@ -69,6 +71,7 @@ def make_samples(
             priority=understood.wanted.priority or 0,
             cache_salt=understood.wanted.cache_salt or "",
             adapter=adapter,
+            images=prompt.images,
             scored_from=min(_scored_from(understood), len(prompt.ids)),
             routed_experts=_wants_experts(understood),
             session=terms.session,

@@ -17,7 +17,7 @@ from router.api.prompts import num_prompt_tokens, prompts_of
 from router.api.validation import check, keep_offered_tools
 from router.config import HttpConfig
 from router.errors import refuse
-from router.http.large_bodies import run_sized
+from router.http.large_bodies import LARGE_BODY, run_sized
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.text.prompt_text import PromptText
@@ -74,6 +74,7 @@ class Understanding:
             ApiError: it cannot be answered as it is.
         """
         model = await self._models.get(None)
+        size = _size_of_work(model, size)
         understood, grammar = await run_sized(lambda: self._prepared(read, model, budget_is_advice), size)
         if grammar is None:
             return understood
@@ -109,7 +110,7 @@ class Understanding:
             wanted, _ = self._checked(read, model)
             return wanted, prompts_of(wanted, model)
 
-        return await run_sized(prepare, size)
+        return await run_sized(prepare, _size_of_work(model, size))
 
     async def count(self, read: Callable[[ServedModel], ChatRequest], size: int) -> int:
         """Number of prompt tokens of a conversation, whether there is room for them or not."""
@@ -120,7 +121,7 @@ class Understanding:
             assert isinstance(wanted, ChatRequest)
             return num_prompt_tokens(wanted, model)
 
-        return await run_sized(prepare, size)
+        return await run_sized(prepare, _size_of_work(model, size))
 
     def _checked(self, read: Read, model: TextModel) -> tuple[Wanted, Tools]:
         """A request as its prompt shows it, and all tools that were sent."""
@@ -132,3 +133,8 @@ class Understanding:
         if model.served.pooling is not None:
             refuse(f"This model generates no text, it does {model.served.pooling.offer}.", "model")
         return wanted, sent
+
+
+def _size_of_work(model: TextModel, size: int) -> int:
+    """Size of a body, at least one that is worked on in a thread where images may have to be prepared."""
+    return size if model.images is None else max(size, LARGE_BODY + 1)

@@ -258,7 +258,7 @@ class Chooser:
                 return ()
             if ids is not prompt.prompt_ids or root != (prompt.root, one.weights):
                 root = prompt.root, one.weights
-                names = prefix_names(prompt.prompt_ids[:most], one.block_size, *root)
+                names = prefix_names(prompt.prompt_ids[:most], one.block_size, *root, prompt.images)
                 self._named = (prompt.prompt_ids, root, names)
             entry.blocks = names
         return entry.blocks

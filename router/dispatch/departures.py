@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.messages import Prefetch
+from engine.vision.images import names_of
 from router.dispatch.ledger import Address, Entry, Loss
 from router.dispatch.pool import PooledInstance
 
@@ -216,6 +217,7 @@ class Departures:
                 prompt.cache_salt,
                 move.address[1] if move.is_last else 0,
                 prompt.adapter,
+                names_of(prompt.images),
             ),
         )
 

@@ -178,6 +178,7 @@ class Entry:
             pooling=self.prompt.pooling,
             blocks_at=self.blocks_at,
             copy=copy,
+            images=self.prompt.images,
         )
 
     def moves(self, loss: Loss, now: float = 0.0) -> None:

@@ -146,7 +146,7 @@ _IGNORED_VALUES = {
         "h11-max-incomplete-event-size", "h11-max-header-count",
     ),
     _ONLY_TEXT: (
-        "limit-mm-per-prompt", "mm-processor-cache-gb", "mm-processor-cache-type", "mm-encoder-tp-mode",
+        "mm-processor-cache-gb", "mm-processor-cache-type", "mm-encoder-tp-mode",
         "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-save-margin", "mm-hasher-algorithm",
         "mm-ipc-gpu-memory-gb", "mm-processor-device", "mm-shm-cache-max-object-size-mb", "mm-tensor-ipc",
         "video-pruning-method", "ec-manager-config",

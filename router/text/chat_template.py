@@ -23,6 +23,7 @@ import jinja2.sandbox
 import msgspec
 
 from router.http.json_values import too_many
+from router.images.parts import PLACED
 from router.text.tokens import Tokenizer, TokenizerError
 
 MAX_RENDERED = 32 * 1024**2
@@ -81,6 +82,8 @@ class ChatTemplate:
             raise ChatTemplateError(f"{named}: {_reason(error)}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self.image_mark = ""
+        """What stands for an image in a template that takes texts only."""
         self._knows_developer = "developer" in source
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
         self._takes_more = {role: self._probe_more(role) for role in INSTRUCTIONS}
@@ -193,10 +196,13 @@ class ChatTemplate:
             return content if self.takes_strings or not self.takes_parts else [_part(content)]
         texts = content_texts(index, content)
         if not self.takes_parts:
-            return "\n".join(texts)
+            return "\n".join(self.image_mark if text is None else text for text in texts)
         # What clients put beside a text is for templates that know it, like the languages of a translation.
         parts = zip(content, texts, strict=True)
-        return [(part if isinstance(part, dict) else {}) | _part(text) for part, text in parts]
+        return [
+            part if text is None else (part if isinstance(part, dict) else {}) | _part(text)
+            for part, text in parts
+        ]
 
     def _probe(self, content: Any) -> bool:
         """Whether content in this form is written as its text, not as a printed list."""
@@ -292,18 +298,18 @@ def named_chat_template(named: str, special_tokens: Mapping[str, str]) -> ChatTe
     return ChatTemplate(source, special_tokens)
 
 
-def content_texts(index: int, content: Any) -> list[str]:
-    """The texts of a content that is a list of parts.
+def content_texts(index: int, content: Any) -> list[str | None]:
+    """The texts of a content that is a list of parts; None for an image that has a place (:data:`PLACED`).
 
     Raises:
         ChatTemplateError: it is no list of parts, or has others than text.
     """
     if not isinstance(content, list):
         raise ChatTemplateError(f"messages[{index}].content must be a string or a list of parts.")
-    texts = []
+    texts: list[str | None] = []
     for part in content:
-        if isinstance(part, str):
-            texts.append(part)
+        if isinstance(part, str) or part is PLACED:
+            texts.append(part if isinstance(part, str) else None)
             continue
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if not isinstance(kind, str):
@@ -389,7 +395,7 @@ def _part(text: str) -> dict[str, str]:
 def _text_of(message: Message) -> str:
     """The text of a message that :meth:`ChatTemplate._shape` has returned."""
     content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.vision.images import PromptImage
+
 
 class PromptText(msgspec.Struct, frozen=True):
     """One prompt as token ids, with its text if the client gave or wants it."""
@@ -12,6 +14,7 @@ class PromptText(msgspec.Struct, frozen=True):
     text: str = ""
     offsets: list[int] | None = None
     """Where in the text each token begins, if requested and the client gave the text."""
+    images: tuple[PromptImage, ...] = ()
 
 
 NO_TEXT = PromptText([])

@@ -10,6 +10,7 @@ import msgspec
 
 from coordinator.process.process import shortage_of
 from router.config import HttpConfig
+from router.images.conversation import ModelImages, images_of
 from router.mesh import ServedModel
 from router.text.chat_template import ChatTemplateError, ChatTemplates, load_chat_templates
 from router.text.sampling_defaults import most_tokens, sampling_defaults
@@ -29,6 +30,7 @@ class TextModel:
         defaults: dict[str, Any],
         template_kwargs: dict[str, Any] | None = None,
         most_tokens: int | None = None,
+        images: ModelImages | None = None,
     ) -> None:
         self.served = served
         self.name = served.names[0]
@@ -40,6 +42,8 @@ class TextModel:
         """Variables of the chat template for requests that do not set them."""
         self.most_tokens = most_tokens
         """Most tokens of an answer, whatever the request asks for; None without such a limit."""
+        self.images = images
+        """What prepares images; None: the model takes none."""
 
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"
@@ -90,4 +94,5 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
     if defaults:
         logger.info("sampling defaults: %s", defaults)
     most = most_tokens(config, defaults)
-    return TextModel(served, tokenizer, templates, defaults, config.template_kwargs, most)
+    images = images_of(Path(served.directory), config)
+    return TextModel(served, tokenizer, templates, defaults, config.template_kwargs, most, images)

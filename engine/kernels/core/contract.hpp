@@ -211,7 +211,7 @@ struct AdapterRun {
 
 struct Step {
     int64_t tokens, selected, num_tasks, table_width, block_size;
-    const int64_t* ids;
+    const int64_t* ids;          // of the vocabulary; -1 - n: row n of those given
     const int64_t* slots;        // [tokens] where each token's key and value go
     const int64_t* chosen;       // [selected] tokens whose logits are wanted
     const int64_t* positions;    // [tokens]
@@ -237,6 +237,7 @@ struct Step {
     const int64_t* chosen_adapters;
     const int64_t* order;           // those tokens that have adapters, sorted by these
     const int64_t* chosen_order;
+    const void* given;              // [rows, hidden] what the stream begins with in place of an embedding, as of images
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

@@ -34,7 +34,7 @@ _STEP = np.dtype(
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
         "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
         "num_chosen_tasks", "chosen_tasks", "draws", "rows", "states", "fills", "num_runs", "num_chosen_runs",
-        "runs", "chosen_runs", "adapters", "chosen_adapters", "order", "chosen_order"
+        "runs", "chosen_runs", "adapters", "chosen_adapters", "order", "chosen_order", "given"
     )]
 )  # fmt: skip
 

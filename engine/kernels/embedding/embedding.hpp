@@ -13,6 +13,7 @@ namespace {
 
 // number: a factor; more: rows of positions that are added, or none; added: an AdapterSite of tokens. With AS_FLOAT out is float
 // [tokens, k], of the n tokens from number a on; 0 for others, which another rank has. Positions are added by one rank, to whichever token.
+// Rows that are given in place of an embedding take neither factor nor adapter; the rank with the first token has them.
 template <class T>
 void embed(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -26,16 +27,18 @@ void embed(const Operation& op, const Step& step, Work& work) {
         else T::store(static_cast<E*>(op.out) + token * pitch_of<T>(op.k) + i, value, lanes);
     };
     work.for_each(step.tokens, [&](int64_t token) {
-        const int64_t number = as_float ? step.ids[token] - op.a : step.ids[token];
-        const bool is_here = !as_float || (number >= 0 && number < op.n);
-        const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
-        const bool adapts = is_here && adapters && adapters.take(token, number);
-        if (!as_float && op.number == 0 && placed == nullptr && !adapts)
+        const bool is_given = step.ids[token] < 0;
+        const int64_t number = is_given ? -1 - step.ids[token] : as_float ? step.ids[token] - op.a : step.ids[token];
+        const bool is_here = !as_float || (is_given ? op.a == 0 : number >= 0 && number < op.n);
+        const E* from = static_cast<const E*>(is_given ? step.given : op.in) + (is_here ? number * op.k : 0);
+        const bool adapts = is_here && !is_given && adapters && adapters.take(token, number);
+        if (!as_float && (op.number == 0 || is_given) && placed == nullptr && !adapts)
             return void(std::memcpy(static_cast<E*>(op.out) + token * pitch_of<T>(op.k), from, op.k * sizeof(E)));
         for (int64_t i = 0; i < op.k; i += 2 * LANES) {
             const int64_t next = i + LANES;
             const Mask low = lanes_of(int(op.k - i)), high = lanes_of(int(std::max<int64_t>(0, op.k - next)));
-            Floats one = is_here ? T::load(from + i, low) * factor : filled(0.f), two = is_here ? T::load(from + next, high) * factor : filled(0.f);
+            Floats one = is_here ? T::load(from + i, low) : filled(0.f), two = is_here ? T::load(from + next, high) : filled(0.f);
+            if (!is_given) one = one * factor, two = two * factor;
             if (adapts) adapters.add(one, two, token, i / LANES, next / LANES);
             put(token, i, one, low);
             put(token, next, two, high);

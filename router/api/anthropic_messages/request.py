@@ -260,6 +260,8 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
         match _kind(block):
             case "text":
                 parts.append({"type": "text", "text": block.get("text")})
+            case "image":
+                parts.append(_image(index, block))
             case "tool_result":
                 content = _text(_named(block.get("content")) or "", f"messages[{index}]")
                 call_id = _given(index, block, "tool_use_id")
@@ -267,6 +269,19 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
             case kind:
                 _refuse_block(index, kind)
     return [*results, {"role": "user", "content": parts}] if parts or not results else results
+
+
+def _image(index: int, block: dict[str, Any]) -> dict[str, Any]:
+    """An image of a user's turn as a part of a chat message."""
+    source = block.get("source")
+    if not isinstance(source, dict):
+        refuse(f"messages[{index}].content has an image block without source.", "messages")
+    if source.get("type") == "url":
+        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+    if source.get("type") != "base64":
+        refuse(f"messages[{index}].content has an image whose source is neither base64 nor url.", "messages")
+    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _given(index: int, block: dict[str, Any], field: str, *, may_be_empty: bool = False) -> str:

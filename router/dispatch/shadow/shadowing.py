@@ -167,7 +167,8 @@ class Shadowing:
 
     def generate(self, prompt: Prompt) -> Stream:
         """Send a request as :meth:`.RequestMover.generate`, and record it if it is drawn."""
-        if not is_drawn(prompt, self._rate) or len(prompt.prompt_ids) > MAX_CHECK_TOKENS:
+        drawn = is_drawn(prompt, self._rate) and not prompt.images
+        if not drawn or len(prompt.prompt_ids) > MAX_CHECK_TOKENS:
             return self._mover.generate(prompt)
         if not can_be_checked(None, self._parties().values()):
             return self._mover.generate(prompt)

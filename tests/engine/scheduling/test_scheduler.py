@@ -599,10 +599,10 @@ def test_who_was_told_the_prompt_does_not_ask_for_it_again() -> None:
     bench = Bench()
     wanted = SamplingParams(max_tokens=4, prompt_logprobs=5)
     request = bench.requests[bench.add(tokens(10, 23), params=wanted)]
-    assert admit_of(request, 0).params.prompt_logprobs == 5
+    assert admit_of(request, 0, 0).params.prompt_logprobs == 5
     request.prompt_logprobs = None  # as its first delta does
-    assert admit_of(request, 0).params.prompt_logprobs is None
-    assert admit_of(request, 0).params.max_tokens == 4
+    assert admit_of(request, 0, 0).params.prompt_logprobs is None
+    assert admit_of(request, 0, 0).params.max_tokens == 4
 
 
 def test_priority_goes_first() -> None:

@@ -182,8 +182,8 @@ def test_a_model_may_be_named_twice_if_it_is_the_same() -> None:
         ("swap-space: 4", f"--swap-space 4 ignored: {NO_SWAP}"),
         ("fully_sharded_loras: false", "--no-fully-sharded-loras ignored: it is always so"),
         (
-            "limit-mm-per-prompt: {image: 2}",
-            '--limit-mm-per-prompt {"image": 2} ignored: only text is served',
+            "mm-processor-cache-gb: 2",
+            "--mm-processor-cache-gb 2 ignored: only text is served",
         ),
         ("quantization-config:", None),
     ],

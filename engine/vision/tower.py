@@ -1,0 +1,81 @@
+"""Encoder of images: a checkpoint's vision tower and projector, as transformers has them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from engine.model.checkpoint import CheckpointError
+from engine.model.errors import first_line
+from engine.vision.images import PromptImage
+
+
+class ImageTower:
+    """What makes rows of the text model's width out of an image's pixels.
+
+    Images are encoded one by one, so that the rows of one do not depend on others.
+    """
+
+    def __init__(self, model: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``model``: of transformers, with ``get_image_features``; ``hidden``: the text model's width."""
+        self._model = model
+        self._hidden = hidden
+        self._dtype = dtype
+        self._device = device
+
+    def __repr__(self) -> str:
+        return f"<ImageTower of {type(self._model).__name__}>"
+
+    def encode(self, image: PromptImage) -> torch.Tensor:
+        """Rows [placeholders, hidden] of an image, in the model's type."""
+        arguments = {each.name: self._tensor(each.dtype, each.shape, each.data) for each in image.tensors}
+        with torch.inference_mode():
+            found = self._model.get_image_features(**arguments, return_dict=True)
+        rows = found.pooler_output
+        if isinstance(rows, list | tuple):
+            rows = torch.cat([each.reshape(-1, self._hidden) for each in rows])
+        return rows.reshape(-1, self._hidden).to(self._dtype).contiguous()
+
+    def _tensor(self, dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+        array = np.frombuffer(data, dtype=dtype).reshape(shape)
+        tensor = torch.from_numpy(array.copy())
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+
+def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> ImageTower:
+    """Read what a checkpoint has beside its language part.
+
+    That is made without any layer, so its weights are not read but for the embedding, which is dropped.
+
+    Raises:
+        CheckpointError: it has no encoder of images that transformers knows.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    hidden = int(config.get_text_config(decoder=True).hidden_size)
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(
+            directory, config=_without_layers(config), dtype=dtype, local_files_only=True
+        )
+    except Exception as error:  # whatever a config.json may do to transformers' code
+        raise CheckpointError(
+            f"{directory}: the encoder of images cannot be read. transformers says: {first_line(error)}"
+        ) from error
+    inner = model.model.to(device).eval().requires_grad_(False)
+    for name in ("language_model", "text_model"):
+        if hasattr(inner, name):
+            setattr(inner, name, None)
+    return ImageTower(inner, hidden, dtype, device)
+
+
+def _without_layers(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    return config

@@ -1,0 +1,44 @@
+"""Messages between a router and its process that prepares images."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.vision.images import ImageTensor
+
+LENGTH_BYTES = 4
+"""Of the length in front of each message."""
+
+
+class ProcessorRead(msgspec.Struct, frozen=True, tag="read"):
+    """First message of the process: it has read the model's processor."""
+
+    mark: str
+    """Text that stands for an image in a prompt."""
+    packages: str
+    """What decides the pixels beside the model's files: versions, and the back end."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The image cannot be taken, in words for the client."""
+
+    problem: str
+
+
+class NoProcessor(msgspec.Struct, frozen=True, tag="none"):
+    """The processor cannot be used at all."""
+
+    problem: str
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """An image as a model takes it."""
+
+    text: str
+    """In the prompt in place of the mark: a placeholder for each row, and marks between them."""
+    tensors: tuple[ImageTensor, ...]
+    digest: bytes
+    """Of all this."""
+
+
+FromPreparer = ProcessorRead | Prepared | Refused | NoProcessor

@@ -1,0 +1,96 @@
+"""Images in the messages of a conversation (pure)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from router.errors import refuse
+
+DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<more>(?:;[\w.+=-]+)*?);base64,", re.ASCII)
+KINDS = ("image_url", "input_image")
+"""Types of parts that are images, in chats and in responses."""
+DETAILS = ("auto", "low", "high", None)
+PLACED = {"type": "image"}
+"""The part that chat templates write a placeholder for."""
+
+
+@dataclass(frozen=True)
+class SentImage:
+    """An image as it came, and its place in the request."""
+
+    data: bytes
+    """Encoded, in a format that is still to be found out."""
+    path: str
+    """Of its part, like ``messages[0].content[1]``."""
+
+
+def has_images(messages: Sequence[Any]) -> bool:
+    """Whether any message has a part that is an image."""
+    contents = (each.get("content") for each in messages if isinstance(each, dict))
+    return any(_is_image(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def take_images(messages: Sequence[Any], most: int) -> tuple[list[Any], list[SentImage]]:
+    """The messages with :data:`PLACED` for each image, and the images in their order.
+
+    Raises:
+        ApiError: there are more than ``most``, or one is no data URL in base64.
+    """
+    found: list[SentImage] = []
+    taken = []
+    for at, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            taken.append(message)
+            continue
+        parts = list(content)
+        for index, part in enumerate(content):
+            if _is_image(part):
+                path = f"messages[{at}].content[{index}]"
+                if len(found) == most:
+                    refuse(f"{path} is one image more than the {most} that a request may have.", path)
+                found.append(_read(part, path))
+                parts[index] = PLACED
+        taken.append(message | {"content": parts})
+    return taken, found
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in KINDS
+
+
+def _read(part: dict[str, Any], path: str) -> SentImage:
+    given = part.get("image_url")
+    detail = part.get("detail")
+    if isinstance(given, dict):
+        detail = given.get("detail", detail)
+        given = given.get("url")
+    if detail not in DETAILS:
+        refuse(f"{path} has the detail {detail!r}, which is none of auto, low and high.", path)
+    if detail == "low":
+        refuse(f'{path} asks for the detail "low": this model sees an image in one resolution only.', path)
+    if not isinstance(given, str):
+        refuse(f"{path} has no URL of an image.", path)
+    found = DATA_URL.match(given)
+    if found is None:
+        _refuse_url(given, path)
+    text = given[found.end() :]
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        refuse(f"{path} is a data URL whose base64 is not valid.", path)
+    if not data:
+        refuse(f"{path} is an empty image.", path)
+    return SentImage(data, path)
+
+
+def _refuse_url(given: str, path: str) -> NoReturn:
+    scheme = given.partition(":")[0][:20].lower()
+    if scheme in ("http", "https", "file", "ftp"):
+        refuse(f"{path} is a {scheme} URL: images are not fetched. Send it as a data URL in base64.", path)
+    refuse(f"{path} is no data URL in base64, like data:image/png;base64,....", path)

@@ -1,0 +1,109 @@
+"""Process that decodes images and runs a model's processor: ``python -m router.images.preparer``.
+
+It gets encoded images on its standard input, one message each, and answers on its standard output. It has no
+secrets in its environment and bounds on its memory; whoever started it ends it when an image takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+import msgspec
+
+from engine.vision.images import DIGEST_BYTES, ImageTensor
+from router.images.messages import LENGTH_BYTES, FromPreparer, NoProcessor, Prepared, ProcessorRead, Refused
+
+BESIDE = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "text_replacement_offsets",
+    "rows",
+    "cols",
+    "num_patches",
+)
+"""What a processor returns beside what the encoder takes."""
+
+FAULTS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+
+def main(directory: str, most_pixels: int, most_bytes: int) -> None:
+    """Answer images until the input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        processor = _load(directory)
+        mark = str(processor.image_token)
+    except FAULTS as error:  # whatever a model's files do to transformers' code
+        _send(answers, NoProcessor(str(error)[:500]))
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    _send(answers, ProcessorRead(mark, _packages()))
+    while True:
+        head = sys.stdin.buffer.read(LENGTH_BYTES)
+        if len(head) < LENGTH_BYTES:
+            return
+        _send(answers, _answer(processor, sys.stdin.buffer.read(int.from_bytes(head, "little")), most_pixels))
+
+
+def _answer(processor: Any, data: bytes, most_pixels: int) -> FromPreparer:
+    from router.images.decoding import BadImage, decode
+
+    try:
+        image = decode(data, most_pixels)
+        return _prepare(processor, image)
+    except BadImage as error:
+        return Refused(str(error))
+    except MemoryError:
+        return Refused("takes too much memory")
+    except FAULTS as error:  # sizes that a processor cannot take
+        return Refused(f"cannot be taken by this model: {str(error)[:200]}")
+
+
+def _prepare(processor: Any, image: Any) -> Prepared:
+    made = processor(
+        images=[image],
+        text=[processor.image_token],
+        return_tensors="np",
+        return_text_replacement_offsets=True,
+    )
+    text = made["text_replacement_offsets"][0][0]["replacement"]
+    tensors = tuple(
+        ImageTensor(name, str(value.dtype), tuple(value.shape), value.tobytes())
+        for name, value in sorted(made.items())
+        if name not in BESIDE
+    )
+    digest = blake2b(msgspec.msgpack.encode((text, tensors)), digest_size=DIGEST_BYTES).digest()
+    return Prepared(text, tensors, digest)
+
+
+def _load(directory: str) -> Any:
+    from transformers import AutoProcessor
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    return AutoProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+
+
+def _packages() -> str:
+    import PIL
+    import transformers
+
+    return f"transformers {transformers.__version__}, Pillow {PIL.__version__}"
+
+
+def _send(answers: BinaryIO, message: FromPreparer) -> None:
+    data = msgspec.msgpack.encode(message)
+    answers.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

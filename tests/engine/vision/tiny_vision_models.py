@@ -1,0 +1,209 @@
+"""Tiny vision-language models with random weights, and prompts with images for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+from engine.vision.images import ImageTensor, PromptImage
+from tests.router.tiny_tokenizer import byte_level
+
+PLACEHOLDER, VOCAB = 300, 320
+TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How to make a tiny model of a family, and what its processor would make of an image."""
+
+    config: Callable[[], Any]
+    num_rows: int
+    """Placeholders of an image."""
+    tensors: Callable[[torch.Generator], Tensors]
+
+
+def _pixels(*shape: int) -> Callable[[torch.Generator], Tensors]:
+    return lambda numbers: {"pixel_values": torch.randn(*shape, generator=numbers)}
+
+
+def _split(numbers: torch.Generator) -> Tensors:
+    """An image that is split into two."""
+    mask = torch.ones(1, 2, 32, 32, dtype=torch.int64)
+    return {"pixel_values": torch.randn(1, 2, 3, 32, 32, generator=numbers), "pixel_attention_mask": mask}
+
+
+def _sized(numbers: torch.Generator) -> Tensors:
+    """An image whose size is told beside it."""
+    return {
+        "pixel_values": torch.randn(1, 3, 32, 48, generator=numbers),
+        "image_sizes": torch.tensor([[32, 48]]),
+    }
+
+
+VISION_FAMILIES = {
+    "llava": VisionFamily(
+        lambda: hf.LlavaConfig(
+            vision_config=hf.CLIPVisionConfig(**TOWER, image_size=30, patch_size=6),
+            text_config=hf.LlamaConfig(**TEXT),
+            image_token_id=PLACEHOLDER,
+        ),
+        25,
+        _pixels(1, 3, 30, 30),
+    ),
+    "internvl": VisionFamily(
+        lambda: hf.InternVLConfig(
+            vision_config=TOWER | {"image_size": [32, 32], "patch_size": [4, 4]},
+            text_config=hf.Qwen2Config(**TEXT),
+            image_token_id=PLACEHOLDER,
+            downsample_ratio=0.5,
+        ),
+        16,
+        _pixels(1, 3, 32, 32),
+    ),
+    "idefics3": VisionFamily(
+        lambda: hf.Idefics3Config(
+            vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+            text_config=hf.LlamaConfig(**TEXT),
+            image_token_id=PLACEHOLDER,
+            scale_factor=2,
+        ),
+        32,
+        _split,
+    ),
+    "smolvlm": VisionFamily(
+        lambda: hf.SmolVLMConfig(
+            vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+            text_config=hf.LlamaConfig(**TEXT),
+            image_token_id=PLACEHOLDER,
+            scale_factor=2,
+        ),
+        32,
+        _split,
+    ),
+    "mistral3": VisionFamily(
+        lambda: hf.Mistral3Config(
+            vision_config=hf.PixtralVisionConfig(**TOWER, image_size=32, patch_size=4),
+            text_config=hf.MistralConfig(**TEXT),
+            image_token_id=PLACEHOLDER,
+            spatial_merge_size=2,
+        ),
+        24,
+        _sized,
+    ),
+}
+
+
+def make_tiny_vision_model(directory: Path, family: str) -> Path:
+    """A checkpoint whose weights are large enough that an image changes the answer."""
+    save_vision_model(directory, VISION_FAMILIES[family].config())
+    return directory
+
+
+def save_vision_model(directory: Path, config: Any) -> None:
+    """Random weights of this configuration."""
+    torch.manual_seed(0)
+    model: Any = hf.AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory)
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt with images: for the engine, and for transformers."""
+
+    ids: list[int]
+    images: tuple[PromptImage, ...]
+    tensors: Tensors
+    """Of all images, as the family's processor puts them together."""
+
+
+def seen_prompt(family: str, seed: int, num_images: int = 1, num_text: int = 9) -> SeenPrompt:
+    """Text, an image, text, and so on; an image's rows are interrupted by a mark in their middle."""
+    numbers, made = random.Random(seed), VISION_FAMILIES[family]
+    ids, images, tensors = _text(numbers, num_text), [], []
+    for index in range(num_images):
+        own = made.tensors(torch.Generator().manual_seed(1000 * seed + index))
+        half = made.num_rows // 2
+        first = len(ids)
+        ids += [PLACEHOLDER] * half + [7] + [PLACEHOLDER] * (made.num_rows - half)
+        images.append(image_of(own, first, len(ids), bytes([seed, index]) * 8))
+        ids += _text(numbers, num_text)
+        tensors.append(own)
+    names = tensors[0] if tensors else ()
+    together = {name: torch.cat([each[name] for each in tensors], dim=_along(family)) for name in names}
+    return SeenPrompt(ids, tuple(images), together)
+
+
+def image_of(tensors: Tensors, first: int, end: int, digest: bytes) -> PromptImage:
+    """An image of a request with what its encoder reads."""
+    parts = tuple(
+        ImageTensor(name, str(each.numpy().dtype), tuple(each.shape), each.numpy().tobytes())
+        for name, each in tensors.items()
+    )
+    return PromptImage(first, end, digest, parts)
+
+
+def _along(family: str) -> int:
+    """Dimension of images: families that split them have one for prompts before it."""
+    return 1 if family in ("idefics3", "smolvlm") else 0
+
+
+def _text(numbers: random.Random, count: int) -> list[int]:
+    return [numbers.randrange(10, 290) for _ in range(count)]
+
+
+MARK = "<image>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_chat_model(directory: Path) -> Path:
+    """A LLaVA that a router can serve: with a tokenizer, a chat template and a processor."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([MARK])
+    placeholder = tokenizer.token_to_id(MARK)
+    text = TEXT | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 1024}
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**TOWER, image_size=30, patch_size=6),
+        text_config=hf.LlamaConfig(**text),
+        image_token_id=placeholder,
+    )
+    save_vision_model(directory, config)
+    fast = hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        extra_special_tokens={"image_token": MARK},
+    )
+    processor = hf.LlavaProcessor(
+        image_processor=hf.CLIPImageProcessorPil(
+            size={"shortest_edge": 30}, crop_size={"height": 30, "width": 30}
+        ),
+        tokenizer=fast,
+        patch_size=6,
+        vision_feature_select_strategy="default",
+        image_token=MARK,
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    )
+    processor.save_pretrained(directory)
+    return directory
