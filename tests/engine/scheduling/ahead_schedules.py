@@ -177,6 +177,7 @@ class Pattern:
     def __init__(self, output: Sequence[int]) -> None:
         self._taken = list(output)
         self.ended = False
+        self.draft_masks: list[bytes] = []
 
     def _allowed(self) -> list[int]:
         first = _digest("pattern", tuple(self._taken)) % (VOCAB - 4)
@@ -187,6 +188,16 @@ class Pattern:
         for token in self._allowed():
             bits[token // 8] |= 1 << token % 8
         return bytes(bits)
+
+    def follow(self, draft: Sequence[int], num_output: int) -> int:
+        """See :meth:`engine.scheduling.grammar.Grammar.follow`."""
+        behind, self.draft_masks = Pattern(self._taken), []
+        for token in draft:
+            self.draft_masks.append(behind.mask(num_output))
+            if behind.take(token) is not None:
+                return len(self.draft_masks) - 1
+        self.draft_masks.append(behind.mask(num_output))
+        return len(draft)
 
     def take(self, token_id: int) -> str | None:
         problem = None if token_id in self._allowed() else f"token {token_id} is not allowed"
