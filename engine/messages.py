@@ -15,8 +15,8 @@ import msgspec
 
 from coordinator.numerics import Numerics
 from engine.pooling_params import Pooled, PoolingParams
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
-from engine.vision.images import PromptImage
 from parallel.links.counts import LinkCount
 from parallel.lockstep import Wake
 

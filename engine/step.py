@@ -12,8 +12,8 @@ import msgspec
 from engine.messages import RoutedExperts, TokenLogprobs
 from engine.pieces.kinds import BoundaryKind
 from engine.pooling_params import Pooled, PoolingParams
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
-from engine.vision.images import PromptImage
 
 Span = tuple[float, float]
 """When a worker computed: seconds of the monotonic clock, from and to."""

@@ -18,8 +18,8 @@ from coordinator.pooled_model import PooledModel
 from engine.messages import Delta, InstanceReport
 from engine.pieces.pool import rooted
 from engine.pooling_params import PoolingParams
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
-from engine.vision.images import PromptImage
 
 STARTING_WEIGHTS = "default"
 """Name of the weights that the mesh was started with, as with SGLang."""

@@ -69,7 +69,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _method_of(model: object) -> str | None:
-    """Method of a model that is given without one; heads are known by name, as in vLLM."""
+    """Method of a model that is given without one, by its name as in vLLM."""
     if model is None:
         return None
     return "eagle3" if "eagle3" in str(model).lower() else "draft_model"

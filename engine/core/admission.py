@@ -15,11 +15,11 @@ from engine.core.pausing import Pausing
 from engine.messages import BATCH_PRIORITY, Prefetch, RequestRefused, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
 from engine.pooling_params import PoolingParams
+from engine.prompt_images import problem_with
 from engine.sampling import BadParameter
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.request import Request, RequestKey, from_submit
 from engine.scheduling.scheduler import Scheduler
-from engine.vision.images import problem_with
 
 BACKGROUND_PRIORITY = 2**63
 """Priority of requests that nobody waits for.

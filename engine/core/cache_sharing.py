@@ -8,6 +8,7 @@ from engine.events.recording import EventRecorder
 from engine.inheritance.table import Publisher, Table
 from engine.messages import CacheReset, HandedOver, Prefetch, Prefetched
 from engine.pieces.pool import BlockHash, PiecePool, hash_block, rooted
+from engine.prompt_images import names_between
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.tiers.file_tier import FileTier
@@ -18,7 +19,6 @@ from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
 from engine.transfers.sources import LocalCarrier, Mover, Sources
 from engine.transfers.spot_checks import SpotChecks
-from engine.vision.images import names_between
 
 
 class CacheSharing:

@@ -40,7 +40,7 @@ SLICE = 0.001
 LONGEST_REST = 0.5
 """Longest pause of such work, in seconds."""
 STEPS_RECENT = 1.0
-"""Seconds after the last step began for which steps count as running; most steps take less."""
+"""Seconds after a step began for which steps count as running."""
 
 Result = TypeVar("Result")
 

@@ -28,7 +28,7 @@ from engine.model.quantization.formats import Format, UnsupportedFormat, format_
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from engine.model.weight_digest import sample_digest
 from engine.model.weight_set import check_weights, weight_files
-from engine.vision.families import image_token
+from engine.prompt_images import image_token
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from engine.model.weight_files import open_weights
 from parallel.placement import Placement
 
 ROW_NAMES = "_lockstep_row_names"
-"""Attribute of an experts module with the names of its parameters that have a row per expert."""
+"""Attribute with names of the parameters that have a row per expert."""
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from engine.pieces.kinds import HASH_BYTES, BoundarySlots, PieceKinds
-from engine.vision.images import PromptImage, names_between
+from engine.prompt_images import PromptImage, names_between
 
 BlockHash = bytes
 
@@ -60,7 +60,7 @@ def hash_block(
     """Hash of a full block. ``salt`` keeps requests with different salts apart.
 
     So does ``weights`` with versions of the weights, and ``images`` with those that begin in the block
-    (:func:`engine.vision.images.names_between`). BLAKE2b with 128 bits: nobody can craft a collision to
+    (:func:`engine.prompt_images.names_between`). BLAKE2b with 128 bits: nobody can craft a collision to
     read another request's context.
     """
     digest = _begun(parent or root_of(salt, weights), images)

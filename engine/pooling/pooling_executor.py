@@ -1,4 +1,4 @@
-"""The executor of a pooling model: whole inputs in each step, no KV cache, one answer for each row."""
+"""Executor of a pooling model: whole inputs, no KV cache, an answer for each row."""
 
 from __future__ import annotations
 

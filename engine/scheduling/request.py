@@ -12,8 +12,8 @@ import msgspec
 from engine.messages import FinishReason, RoutedExperts, Submit, TokenLogprobs
 from engine.pieces.pool import BlockHash, hash_block, rooted
 from engine.pooling_params import Pooled, PoolingParams
+from engine.prompt_images import PromptImage, names_between
 from engine.sampling import SamplingParams
-from engine.vision.images import PromptImage, names_between
 
 if TYPE_CHECKING:
     from engine.scheduling.grammar import Grammar
@@ -147,7 +147,7 @@ class Request:
     error: str = ""
     """Why it failed, with ``FinishReason.ERROR``."""
     images: tuple[PromptImage, ...] = ()
-    """Of its prompt."""
+    """Those of its prompt."""
     drafter: Drafter | None = None
     """Drafts next tokens, where speculation is on."""
     pooling: PoolingParams | None = None

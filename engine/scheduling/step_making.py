@@ -140,7 +140,7 @@ class StepRows:
 
 
 def admit_of(request: Request, slot: int, start: int) -> Admit:
-    """Admission of a request to a slot, as the workers get it; ``start``: position of its first row."""
+    """Admission of a request to a slot; ``start``: position of its first row."""
     params = request.params
     if request.prompt_logprobs is None and params.prompt_logprobs is not None:  # sent with its first delta
         params = msgspec.structs.replace(params, prompt_logprobs=None)

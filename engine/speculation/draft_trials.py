@@ -81,7 +81,7 @@ class _Size:
     def __init__(self) -> None:
         self.is_on = True
         self.is_first = False
-        """Whether the next step without drafts is the first one, which cannot go on in place."""
+        """Whether the next step without drafts is the first one of its kind."""
         self.plain_left = 0
         """Steps without drafts to be measured, while drafts are on."""
         self.steps: deque[_Drafted] = deque(maxlen=MEMORY)

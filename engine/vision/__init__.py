@@ -1,1 +1,1 @@
-"""Images beside text: what a request carries of them, and the rows that a stream begins with for them."""
+"""Encoders of images, and the rows that a stream begins with for them."""

@@ -1,4 +1,4 @@
-"""Rows of images for the steps of a runner, encoded when a step first reaches them."""
+"""Rows of images, encoded when a step first reaches them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import Int64s
-from engine.vision.images import PromptImage
+from engine.prompt_images import PromptImage
 from engine.vision.tower import ImageTower
 
 MOST_BYTES = 256 << 20

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engine.model.checkpoint import CheckpointError
 from engine.model.errors import first_line
-from engine.vision.images import PromptImage
+from engine.prompt_images import PromptImage
 
 
 class ImageTower:

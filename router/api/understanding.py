@@ -136,5 +136,5 @@ class Understanding:
 
 
 def _size_of_work(model: TextModel, size: int) -> int:
-    """Size of a body, at least one that is worked on in a thread where images may have to be prepared."""
+    """Size of a body; one that needs a thread where images may come."""
     return size if model.images is None else max(size, LARGE_BODY + 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.messages import Prefetch
-from engine.vision.images import names_of
+from engine.prompt_images import names_of
 from router.dispatch.ledger import Address, Entry, Loss
 from router.dispatch.pool import PooledInstance
 

@@ -1,1 +1,1 @@
-"""Images of requests: found in messages, prepared in a process of their own, placed in the prompt."""
+"""Images of requests: found, prepared in another process, placed in the prompt."""

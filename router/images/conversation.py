@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.model_files import read_json
-from engine.vision.families import image_token
-from engine.vision.images import PromptImage
+from engine.prompt_images import PromptImage, image_token
 from router.config import HttpConfig
 from router.errors import refuse
 from router.images.messages import Prepared

@@ -17,7 +17,7 @@ class BadImage(ValueError):
 
 
 def decode(data: bytes, most_pixels: int) -> Image.Image:
-    """The first frame in RGB, turned as its camera wants it; what is transparent is white.
+    """First frame in RGB, turned upright, with white where it is transparent.
 
     Raises:
         BadImage: it is in no known format, broken, or too large.

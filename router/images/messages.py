@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.vision.images import ImageTensor
+from engine.prompt_images import ImageTensor
 
 LENGTH_BYTES = 4
-"""Of the length in front of each message."""
+"""Bytes of the length in front of each message."""
 
 
 class ProcessorRead(msgspec.Struct, frozen=True, tag="read"):
@@ -35,10 +35,10 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """An image as a model takes it."""
 
     text: str
-    """In the prompt in place of the mark: a placeholder for each row, and marks between them."""
+    """What the prompt has for it: a placeholder for each row, and marks between."""
     tensors: tuple[ImageTensor, ...]
     digest: bytes
-    """Of all this."""
+    """Name of all this."""
 
 
 FromPreparer = ProcessorRead | Prepared | Refused | NoProcessor

@@ -26,7 +26,7 @@ class SentImage:
     data: bytes
     """Encoded, in a format that is still to be found out."""
     path: str
-    """Of its part, like ``messages[0].content[1]``."""
+    """JSON path of its part, like ``messages[0].content[1]``."""
 
 
 def has_images(messages: Sequence[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.vision.images import PromptImage
+from engine.prompt_images import PromptImage
 from router.errors import refuse
 from router.images.messages import Prepared
 

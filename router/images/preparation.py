@@ -1,4 +1,4 @@
-"""A router's access to the process that prepares images, and the images that it prepared lately."""
+"""The process that prepares images, and what it prepared lately."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Process that decodes images and runs a model's processor: ``python -m router.images.preparer``.
 
 It gets encoded images on its standard input, one message each, and answers on its standard output. It has no
-secrets in its environment and bounds on its memory; whoever started it ends it when an image takes too long.
+secrets in its environment and bounds on its memory; its router ends it when an image takes too long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from engine.vision.images import DIGEST_BYTES, ImageTensor
+from engine.prompt_images import DIGEST_BYTES, ImageTensor
 from router.images.messages import LENGTH_BYTES, FromPreparer, NoProcessor, Prepared, ProcessorRead, Refused
 
 BESIDE = (

@@ -1,4 +1,4 @@
-"""Adapters that prompts of an ``LLM`` ask for, as in vLLM: by name, or by name and directory."""
+"""Adapters that prompts of an ``LLM`` ask for, as in vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights and adapters for the mesh of an ``LLM``: one command, until all instances follow."""
+"""New weights and adapters for the mesh of an ``LLM``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of pooled requests as token ids: texts, pairs of texts, or ids as given (pure)."""
+"""Inputs of pooled requests as token ids: texts, pairs, or ids (pure)."""
 
 from __future__ import annotations
 

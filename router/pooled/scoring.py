@@ -30,7 +30,7 @@ _read_similarity = decoder(wire.SimilarityRequest)
 
 
 class ScoringEndpoints:
-    """Handlers of scores of pairs and of classes, in the words of vLLM, Cohere, Jina and TEI."""
+    """Handlers of scores of pairs and of classes, for four APIs."""
 
     def __init__(self, runner: PooledRunner, embedding: EmbeddingEndpoints) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Bodies of pooled requests and their answers, in the words of OpenAI, Cohere, Jina, vLLM, TEI and Ollama.
+"""Bodies of pooled requests and answers, as six APIs have them.
 
 TEI is text-embeddings-inference. Fields that are not known are ignored.
 """

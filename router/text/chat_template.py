@@ -299,7 +299,7 @@ def named_chat_template(named: str, special_tokens: Mapping[str, str]) -> ChatTe
 
 
 def content_texts(index: int, content: Any) -> list[str | None]:
-    """The texts of a content that is a list of parts; None for an image that has a place (:data:`PLACED`).
+    """Texts of a list of parts; None for :data:`PLACED`.
 
     Raises:
         ChatTemplateError: it is no list of parts, or has others than text.

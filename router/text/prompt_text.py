@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.vision.images import PromptImage
+from engine.prompt_images import PromptImage
 
 
 class PromptText(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.pieces.pool import NAME_BYTES, hash_block, prefix_names
-from engine.vision.images import ImageTensor, PromptImage, names_between, names_of, problem_with
+from engine.prompt_images import ImageTensor, PromptImage, names_between, names_of, problem_with
 
 SIZE = 4
 PLACEHOLDER = 9

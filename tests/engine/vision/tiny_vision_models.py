@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from engine.vision.images import ImageTensor, PromptImage
+from engine.prompt_images import ImageTensor, PromptImage
 from tests.router.tiny_tokenizer import byte_level
 
 PLACEHOLDER, VOCAB = 300, 320

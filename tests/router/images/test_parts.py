@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.vision.images import ImageTensor
+from engine.prompt_images import ImageTensor
 from router.errors import ApiError
 from router.images.messages import Prepared
 from router.images.parts import PLACED, has_images, take_images

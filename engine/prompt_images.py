@@ -1,20 +1,30 @@
-"""An image in a prompt: where it stands, its name, and what its encoder reads (no torch)."""
+"""Images in a prompt: places, names, and what an encoder reads (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 DIGEST_BYTES = 16
 """Bytes of an image's name: nobody can craft another image with the same one."""
 
+FAMILIES = frozenset({"idefics3", "internvl", "llava", "mistral3", "smolvlm"})
+"""Model types whose text model takes an image as rows of its stream.
+
+Others give images positions of their own, let them look ahead, or add to them behind some layers: of these
+the language part is served alone.
+"""
+TOKEN = ("image_token_id", "image_token_index")
+"""Names that configurations have for the placeholder."""
+
 
 class ImageTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One array that a processor makes of an image, as bytes in the order of C."""
+    """An array of an image for its encoder, as bytes in C order."""
 
     name: str
-    """Of the encoder's argument, like ``pixel_values``."""
+    """Name of the encoder's argument, like ``pixel_values``."""
     dtype: str
     """As numpy names it: ``float32``, ``int64`` ..."""
     shape: tuple[int, ...]
@@ -41,7 +51,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def names_between(images: Sequence[PromptImage], start: int, end: int) -> bytes:
-    """Names of the images that begin at positions [start, end), with their places; empty for none.
+    """Names of images that begin at positions [start, end); empty for none.
 
     A block's name has those of its own tokens. Later blocks have them by their parent's name.
     """
@@ -74,3 +84,14 @@ def problem_with(images: Sequence[PromptImage], prompt_ids: Sequence[int], place
     if prompt_ids.count(placeholder) != num_placed:
         return "the prompt has placeholders for images that the request does not have"
     return None
+
+
+def image_token(config: Mapping[str, Any]) -> int | None:
+    """Placeholder of an image's rows in prompts; None: no images.
+
+    ``config``: of config.json.
+    """
+    if config.get("model_type") not in FAMILIES:
+        return None
+    found = next((config[name] for name in TOKEN if config.get(name) is not None), None)
+    return found if isinstance(found, int) and found >= 0 else None
