@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from msgspec.structs import replace
 
 from engine.messages import Submit
 from engine.sampling import SamplingParams
@@ -74,3 +75,19 @@ def test_answers_are_transformers_own(family: str, directories: Callable[[str], 
     for how in (How(), How(budget=7), How(budget=40, cache=160)):
         found, _ = instance.answers(submits, how)
         assert found == alone, how
+
+
+def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -> None:
+    """The same image again is found; another one with the same text around it is not."""
+    one, other = seen_prompt("llava", 1), seen_prompt("llava", 2)
+    swapped = SeenPrompt(
+        one.ids, (replace(one.images[0], digest=other.images[0].digest, tensors=other.images[0].tensors),), {}
+    )
+    instance = load(directories("llava"), dtype="float32")
+    submits = [submit_of(number, prompt) for number, prompt in enumerate([one, one, swapped])]
+    alone, _ = instance.answers(submits, ALONE)
+    assert alone[0] == alone[1] != alone[2]
+    found, counters = instance.answers(submits, How(together=False))
+    assert found == alone
+    assert counters.prefix_cache_hits == len(one.ids) // instance.block_size * instance.block_size
+    assert instance.executor._images.num_encoded <= 4, "an image was encoded for each request"
