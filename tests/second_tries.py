@@ -3,7 +3,7 @@
 ``python -m tests.second_tries ARGUMENTS OF PYTEST``. Tests of real processes have deadlines in seconds, and the
 machine may be busy; a file that one test leaves open, or a port that it takes, fails another. Those that fail run
 once more, each alone, after all others. At the end each second try is listed with the last line of its first failure:
-whoever reads it mends the test. A file that cannot be loaded decides at once.
+they are to be mended. A file that cannot be loaded decides at once.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.lowering.buffers import BufferRoom
 from engine.kernels.make import bytes_for_program, kept_by_torch, make_program
+from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.experts_function import sum_experts_in_order
 from engine.model.sharding.shard import WHOLE, Shard
@@ -216,8 +217,9 @@ class UniExecutor(SpreadShard):
         self._num_blocks, self._num_states = num_blocks, num_states
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._bytes_for_copies(num_blocks * block_size * self._kv_bytes * self._shard.neighbours)
-        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes)
+        block_bytes = block_size * self._kv_bytes
+        self._bytes_for_copies(num_blocks * block_bytes * self._shard.neighbours)
+        self._untouched = memory.Untouched(num_blocks, block_bytes)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size, adapter_room(self._config.lora))
             self._on_torch = self._program is None
@@ -232,14 +234,7 @@ class UniExecutor(SpreadShard):
         elif model.states is not None:
             model.states.allocate(num_states, num_blocks, zeros)
         if self._program is not None:
-            native = NativeCache(
-                self._program.cached,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                dtype=model.dtype,
-                codes=self._config.cache.kv_codes,
-                memory=self.shared,
-            )
+            native = _native_cache(self._config, model, self._program, num_blocks, self.shared)
             self._program.use(native)
             self._stored = native.stored
             self.adapters = held_adapters(self._config.lora, model, self._program.sites)
@@ -517,3 +512,17 @@ def _torch_on(device: torch.device) -> str:
     kernels = library.loaded()  # they sample, also where they do not compute the model
     sampler = "" if kernels is None else f", {kernels.version}"
     return f"{torch.backends.cpu.get_cpu_capability()}{sampler}"
+
+
+def _native_cache(
+    config: EngineConfig, model: LoadedModel, program: Program, num_blocks: int, memory: SharedCache | None
+) -> NativeCache:
+    """Cache of a native program; ``memory``: that outlives this process, or None."""
+    return NativeCache(
+        program.cached,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        dtype=model.dtype,
+        codes=config.cache.kv_codes,
+        memory=memory,
+    )

@@ -52,7 +52,7 @@ class Mask:
         return f"<Mask {self._function!r}>"
 
     def blocks(self, length: int) -> list[tuple[slice, slice, torch.Tensor]]:
-        """Blocks of queries, the keys that any of them sees, and which of them each sees."""
+        """Blocks of queries, and which keys each of them sees."""
         if length not in self._blocks:
             self._blocks[length] = list(self._made(length))
         return self._blocks[length]
@@ -91,7 +91,7 @@ def packed(bounds: Sequence[tuple[int, int]], *, sees_all: bool = False) -> Iter
 
 
 def _mask(*_: Any, mask_function: Callable[..., Any] = causal_mask_function, **__: Any) -> Mask:
-    """The mask of a kind of layers, in place of a tensor for all tokens of a call."""
+    """Mask of a kind of layers, in place of a tensor for all tokens."""
     return Mask(mask_function)
 
 

@@ -1,4 +1,4 @@
-"""A pooling model in torch: transformers' encoder or decoder, and the head that makes answers of tokens.
+"""A pooling model in torch: transformers' encoder or decoder, and a head.
 
 Sequences are packed into one row of tokens without padding, where the model's attention goes through
 transformers' interface; else they are computed one after the other. Products are computed in blocks of fixed
@@ -32,7 +32,7 @@ from engine.pooling_params import PoolingParams
 logger = logging.getLogger(__name__)
 
 TRIAL_LENGTHS = (7, 19, 1, 40)
-"""Tokens of the sequences on which a model is tried; 40 are more than two blocks of rows."""
+"""Tokens of the sequences on which a model is tried."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Most difference from transformers' own result in a trial, relative to its largest number."""
 
@@ -211,7 +211,7 @@ class PoolingModel:
         return logits
 
     def _answer_rows(self) -> torch.Tensor | None:
-        """[2, width] rows of the output layer for the tokens no and yes; None for other models."""
+        """[2, width] output rows for no and yes; None for other models."""
         if not self.facts.answer_tokens:
             return None
         from tokenizers import Tokenizer

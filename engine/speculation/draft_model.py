@@ -48,7 +48,7 @@ class RowInput(Protocol):
     def prepare(
         self, program: Program, directory: Path, open_file: OpenFile
     ) -> tuple[RowInput, PreparedWeights | None]:
-        """Input for other weights of the served model, and those of its layer that come with them.
+        """Input for other weights of the served model and its layer.
 
         Called in a thread beside steps; ``program`` computes the layer.
         """
@@ -340,7 +340,7 @@ class DraftModel:
 
 
 class PreparedDrafts:
-    """Input of a head or layer for other weights of the model, which come at the same step."""
+    """Input of a head or layer for other weights of the model."""
 
     def __init__(self, drafts: DraftModel, found: RowInput, weights: PreparedWeights | None) -> None:
         self._drafts, self._found, self._weights = drafts, found, weights

@@ -85,7 +85,7 @@ def stage_save(work: Path, out: Path) -> None:
 
 
 def stage_measure(work: Path, out: Path) -> None:
-    """Shares of drafts that the model would have written behind held-out prompts, for the head's card."""
+    """Shares of accepted drafts behind held-out prompts, for the head's card."""
     tensors, model = load_file(out / WEIGHTS), load_served()
     tokens = tensors.pop("d2t") + torch.arange(DRAFT_VOCAB)
     tensors.pop("t2d")

@@ -508,7 +508,7 @@ class TransferEndpoints:
         )
 
     async def rename(self, request: Request) -> Response:
-        """Give the weights in use another label: all instances go over to the same ones under it.
+        """Give the weights in use another label, on all instances.
 
         They are read again, so that a number stands for one label, also after deaths.
         """

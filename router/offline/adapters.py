@@ -29,7 +29,7 @@ class PromptAdapters:
         self._is_enabled = is_enabled
 
     def names(self, given: Adapters, count: int, served: ServedModel) -> tuple[list[str], ServedModel]:
-        """Name of each prompt's adapter, empty for none, and the model that serves all of them.
+        """Name of each prompt's adapter, empty for none, and the model.
 
         Raises:
             ValueError: one is not served, and cannot be loaded.

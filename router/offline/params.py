@@ -20,13 +20,13 @@ FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """Choice of a low-rank adapter, as in vLLM: by its name, or its name and directory."""
+    """Choice of a low-rank adapter by name or directory, as in vLLM."""
 
     lora_name: str
     lora_int_id: int = 0
     """Not used: names are enough."""
     lora_path: str = ""
-    """Directory of one that is not among ``lora_modules``: it is loaded, and served from then on."""
+    """Directory of one that is not among ``lora_modules``, and is loaded."""
     load_inplace: bool = False
     """Whether the name means what the directory has now, whatever it meant before."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 MOST_TOKENS = 131_072
-"""Tokens of one request's inputs that are under way at once; a longer input goes alone."""
+"""Tokens of one request's inputs that are under way at once."""
 MOST_INPUTS = 512
 """Inputs of one request that are under way at once."""
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 class PooledBatch(Generic[Answer]):
-    """Inputs of a request: which may be sent now, and the answers so far, in order."""
+    """Inputs of a request: which may be sent, and the answers so far."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """``sizes``: the number of tokens of each input."""
@@ -49,7 +49,7 @@ class PooledBatch(Generic[Answer]):
             yield index
 
     def take(self, index: int, answer: Answer) -> bool:
-        """Keep the answer to an input; False for one that is not under way: it counts once."""
+        """Keep the answer to an input; False for one that is not under way."""
         if index not in self._under_way:
             return False
         self._under_way.remove(index)

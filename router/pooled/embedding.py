@@ -35,7 +35,7 @@ PROMPTS_OF_COHERE = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
-"""Names that a model may have for the prompt of an ``input_type``; without one, none is used."""
+"""Names that a model may have for the prompt of an ``input_type``."""
 
 
 class Embedded:

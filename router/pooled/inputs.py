@@ -30,7 +30,7 @@ Text = str | list[int]
 
 
 class PooledTokens(msgspec.Struct, frozen=True):
-    """Token ids of one input, and which of them belong to the second text of a pair."""
+    """Token ids of one input, and those of a pair's second text."""
 
     ids: list[int]
     type_ids: bytes = b""
@@ -64,7 +64,7 @@ class Cutting(msgspec.Struct, frozen=True):
 
 
 def texts_of(given: Any, param: str) -> list[Text]:
-    """The inputs of a field that takes a text, token ids, or a list of either.
+    """Inputs of a field that takes texts or token ids.
 
     Raises:
         ApiError: it is none of these, is empty, or has too many (400).
@@ -150,7 +150,7 @@ def _pooling(model: TextModel) -> PooledModel:
 
 
 def _judged(query: str, text: str, instruction: str, model: TextModel, most: int | None) -> PooledTokens:
-    """A pair within the text by which the model is asked for yes or no; only the document is cut."""
+    """A pair within the text that asks a model for yes or no."""
 
     def encode(part: str) -> list[int]:
         return model.tokenizer.encode(part, add_special_tokens=False)
@@ -185,7 +185,7 @@ def _encoded(
 
 
 def _cut(lengths: list[int], room: int) -> list[int]:
-    """Lengths of one or two texts that fit into ``room`` together: the longer one gives first."""
+    """Lengths of one or two texts that fit into ``room`` together."""
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     first, second = lengths

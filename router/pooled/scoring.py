@@ -106,7 +106,7 @@ class ScoringEndpoints:
         sentences = _texts(asked.inputs.sentences, "inputs.sentences")
         cutting = Cutting(TO_FIT if parameters.truncate else None)
         cosines, _ = await self._cosines(
-            request, model, [(asked.inputs.source_sentence, each) for each in sentences], cutting,
+            [(asked.inputs.source_sentence, each) for each in sentences], request, model, cutting,
             "inputs.sentences", prompt=prompt_named(parameters.prompt_name, model, "parameters.prompt_name"),
         )  # fmt: skip
         return json_response(encode(cosines))
@@ -184,7 +184,7 @@ class ScoringEndpoints:
         pooling = model.served.pooling
         assert pooling is not None
         if PoolingTask.SCORE not in pooling.tasks or not pooling.takes_pairs:
-            return await self._cosines(request, model, pairs, cutting, param)
+            return await self._cosines(pairs, request, model, cutting, param)
         size = sum(len(first) + len(second) for first, second in pairs)
         inputs = await run_sized(
             lambda: pairs_of(pairs, model, cutting, param, instruction=instruction), size
@@ -196,9 +196,9 @@ class ScoringEndpoints:
 
     async def _cosines(
         self,
+        pairs: Sequence[tuple[str, str]],
         request: Request,
         model: TextModel,
-        pairs: Sequence[tuple[str, str]],
         cutting: Cutting,
         param: str,
         *,

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "run"
 PACKAGES = ("router", "engine", "coordinator", "parallel")
 APART = (
-    *(f"engine/{room}/" for room in ("attention", "compute", "kernels", "model", "probe")),
+    *(f"engine/{room}/" for room in ("attention", "compute", "kernels", "model", "probe", "speculation")),
     *(f"router/{room}/" for room in ("text", "tools/bench", "tools/doctor", "turns/tool_parsers")),
     "router/turns/harmony.py",
     "parallel/measure.py",
@@ -38,6 +38,8 @@ COMMANDS = (
     "router/tools/",
     "router/stored/",
     "router/batches/",
+    "router/images/",
+    "router/pooled/",
     "engine/config/",
 )
 """Rooms on the page of flags: settings, and what the commands start."""

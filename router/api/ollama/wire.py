@@ -21,7 +21,7 @@ REFUSED_CHANGES = {
     "/api/delete": ("DELETE", "delete models"),
     "/api/blobs/{digest}": ("POST", "store files"),
 }
-"""Paths of changes to models, none of which is made here: the method, and what it would do."""
+"""Refused paths of changes to models: the method, and what it would do."""
 
 # ---- requests
 

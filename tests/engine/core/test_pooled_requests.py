@@ -26,7 +26,7 @@ PEER = b"router"
 
 
 class SummingExecutor(SimulatedExecutor):
-    """Executor whose embeddings are the sums of a prompt's tokens; that of token 99 is not finite."""
+    """Executor whose embeddings are sums of tokens; that of token 99 is not finite."""
 
     def __init__(self) -> None:
         super().__init__(block_size=4, budget=16, max_rows=4)

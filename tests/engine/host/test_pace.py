@@ -16,7 +16,7 @@ from engine.weight_versions.resting import Resting
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that were asked for, without waiting; each slice takes 10 ms, and comes 0.4 s after the last."""
+    """Pauses that were asked for, without waiting."""
     found: list[float] = []
     moments = iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: 0.4 * next(moments))

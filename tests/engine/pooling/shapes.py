@@ -50,7 +50,7 @@ DECODERS = ("qwen3", "mistral", "gemma3")
 
 
 def make_checkpoint(directory: Path, shape: str, task: str = "", **more: Any) -> Path:
-    """Write a checkpoint; ``task`` is the end of a class of transformers, empty for the model alone."""
+    """Write a checkpoint; ``task``: the end of a class of transformers."""
     kind, settings = SHAPES[shape]
     config = transformers.AutoConfig.for_model(kind, **(settings | more))
     torch.manual_seed(len(shape))

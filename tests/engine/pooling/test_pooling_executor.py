@@ -1,4 +1,4 @@
-"""A pooling model behind the engine core: mixed requests in full steps, and the bits of each alone."""
+"""A pooling model behind the engine core: mixed requests, bits of each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights bring their prediction layer along, and a head goes on with the model's new ones."""
+"""New weights bring their prediction layer along; a head goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head that ships beside the model: found by its name, small, and mostly right."""
+"""The EAGLE-3 head that ships: found by name, small, and mostly right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in prompts: transformers' tokens, the same bits in any batch, and blocks that are named by pixels."""
+"""Images in prompts: transformers' tokens, bits in any batch, blocks named by pixels."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_answers_are_transformers_own(family: str, directories: Callable[[str], 
 
 
 def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -> None:
-    """The same image again is found; another one with the same text around it is not."""
+    """The same image again is found; another one in its place is not."""
     one, other = seen_prompt("llava", 1), seen_prompt("llava", 2)
     swapped = SeenPrompt(
         one.ids, (replace(one.images[0], digest=other.images[0].digest, tensors=other.images[0].tensors),), {}

@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How to make a tiny model of a family, and what its processor would make of an image."""
+    """A tiny model of a family, and what its processor makes of an image."""
 
     config: Callable[[], Any]
     num_rows: int
@@ -44,7 +44,7 @@ def _split(numbers: torch.Generator) -> Tensors:
 
 
 def _sized(numbers: torch.Generator) -> Tensors:
-    """An image whose size is told beside it."""
+    """An image with its size beside it."""
     return {
         "pixel_values": torch.randn(1, 3, 32, 48, generator=numbers),
         "image_sizes": torch.tensor([[32, 48]]),
@@ -128,11 +128,11 @@ class SeenPrompt:
     ids: list[int]
     images: tuple[PromptImage, ...]
     tensors: Tensors
-    """Of all images, as the family's processor puts them together."""
+    """Those of all images, as the family's processor puts them together."""
 
 
 def seen_prompt(family: str, seed: int, num_images: int = 1, num_text: int = 9) -> SeenPrompt:
-    """Text, an image, text, and so on; an image's rows are interrupted by a mark in their middle."""
+    """Text, an image, text, and so on, with a mark within each image's rows."""
     numbers, made = random.Random(seed), VISION_FAMILIES[family]
     ids, images, tensors = _text(numbers, num_text), [], []
     for index in range(num_images):
@@ -177,7 +177,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_chat_model(directory: Path) -> Path:
-    """A LLaVA that a router can serve: with a tokenizer, a chat template and a processor."""
+    """A LLaVA with tokenizer, chat template and processor, for a router."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens([MARK])
     placeholder = tokenizer.token_to_id(MARK)

@@ -1,4 +1,4 @@
-"""Images sent to a mesh of real processes: transformers' answers by each API, over a kill, and from the cache."""
+"""Images sent to a mesh: transformers' answers by each API, and over a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long prompts that hit caches, files and other instances while weights change: no block is stale."""
+"""Long prompts hit caches while weights change, and no block is stale."""
 
 from __future__ import annotations
 

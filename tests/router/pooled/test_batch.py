@@ -12,7 +12,7 @@ from router.pooled.batch import PooledBatch
 
 @pytest.mark.parametrize("seed", range(200))
 def test_each_input_is_sent_and_answered_once_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers come in any order, some twice, as those of tries that a death cut off."""
+    """Answers come in any order, some twice, as after a death."""
     monkeypatch.setattr(batch, "MOST_TOKENS", 100)
     monkeypatch.setattr(batch, "MOST_INPUTS", 7)
     draw = random.Random(seed)

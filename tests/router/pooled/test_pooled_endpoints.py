@@ -1,4 +1,4 @@
-"""Endpoints of pooling models: fields and shapes of each API, over a real server and a scripted mesh."""
+"""Endpoints of pooling models: fields and shapes of each API, over a scripted mesh."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pooled(*values: float, shape: tuple[int, ...] | None = None) -> list[Delta]:
 
 
 def vector(prompt: Prompt) -> list[float]:
-    """An embedding by which its input can be told."""
+    """An embedding by which its input can be shown."""
     assert prompt.pooling is not None
     length = prompt.pooling.dimensions or 4
     return [float(sum(prompt.prompt_ids)), float(len(prompt.prompt_ids)), 1.5, -1.0][:length]
@@ -102,7 +102,7 @@ def good(answer: httpx2.Response) -> Any:
 
 
 def vectors(server: Server) -> list[list[float]]:
-    """Embeddings of all inputs that the mesh was asked for, in the order of their numbers."""
+    """Embeddings of all inputs that the mesh was asked for, in order."""
     asked = server.mesh.prompts
     return [vector(each) for each in sorted(asked, key=lambda each: int(each.request_id.rpartition("-")[2]))]
 

@@ -1,4 +1,4 @@
-"""Adapters of spread experts: rows keep theirs wherever an expert is, and the bits of one instance."""
+"""Adapters of spread experts: rows keep theirs, and their bits, wherever an expert is."""
 
 from __future__ import annotations
 
