@@ -43,7 +43,7 @@ def pooled(*values: float, shape: tuple[int, ...] | None = None) -> list[Delta]:
 
 
 def vector(prompt: Prompt) -> list[float]:
-    """An embedding by which its input can be shown."""
+    """An embedding by which its input is known."""
     assert prompt.pooling is not None
     length = prompt.pooling.dimensions or 4
     return [float(sum(prompt.prompt_ids)), float(len(prompt.prompt_ids)), 1.5, -1.0][:length]
