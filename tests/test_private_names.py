@@ -38,6 +38,8 @@ IMPORTED = {
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping",
     "transformers.conversion_mapping.get_model_conversion_mapping",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping",
+    "transformers.masking_utils.bidirectional_mask_function",
+    "transformers.masking_utils.causal_mask_function",
     "transformers.core_model_loading.WeightConverter",
     "transformers.core_model_loading.dot_natural_key",
     "transformers.core_model_loading.rename_source_key",

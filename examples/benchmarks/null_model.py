@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
@@ -37,17 +38,16 @@ class NullModel:
         self.continuation: Any = None
         self.states: Any = None
         self.kept_choices: Any = None
+        self.ends = SimpleNamespace(are_read=False)
 
-    def forward(
-        self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None, keeps_choices: bool = False
-    ) -> Any:
+    def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None, **_options: Any) -> Any:
         self.continuation = None
         return self._logits[: len(wanted)]
 
     def can_choose(self, _tokens: int, draws: Any) -> bool:
         return len(draws) == 0
 
-    def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
+    def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any, given: None = None) -> Any:
         from engine.kernels.cache.native_cache import NativePlan
         from engine.kernels.core.operations import StepArguments
         from engine.kernels.decode_continuation import DecodeContinuation

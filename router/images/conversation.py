@@ -69,12 +69,10 @@ def taken_by(
     ``render``: writes messages by the chat template.
 
     Raises:
-        ApiError: the model takes no images and there are some, or one cannot be taken.
+        ApiError: one cannot be taken.
     """
-    if not has_images(messages):
-        return render(messages), []
-    if images is None:
-        refuse("messages have images, but this model is served with text only.", "messages")
+    if images is None or not has_images(messages):
+        return render(messages), []  # which refuses what is no text
     if find_spec("PIL") is None:
         refuse("Images need Pillow here: pip install 'lockstep-mesh[images]' on the router.", "messages")
     taken, prepared = images.take(messages)

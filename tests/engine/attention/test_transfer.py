@@ -91,7 +91,7 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
     )
 
     class Computed(ModelRunner):
-        def _forward(self, packed, input_ids, wanted, hidden, followed=None, keeps=False):
+        def _forward(self, packed, input_ids, wanted, hidden, followed=None, **options):
             return torch.empty(len(wanted), VOCAB, dtype=torch.bfloat16, device="cuda")
 
     class Model:

@@ -8,6 +8,7 @@ import pytest
 from coordinator.pooled_model import PoolingTask
 from engine.messages import Delta, FinishReason, Submit
 from engine.pooling_params import Pooled, PoolingParams
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
 from router.dispatch.ledger import Entry, Ledger
 from router.mesh import Prompt
@@ -25,6 +26,7 @@ PROMPT = Prompt(
     scored_from=1,
     routed_experts=True,
     background=True,
+    images=(PromptImage(1, 2, b"p" * 16),),
     pooling=PoolingParams(PoolingTask.EMBED, dimensions=8),
 )
 SHARED = [each.name for each in msgspec.structs.fields(Submit) if each.name in Prompt.__struct_fields__]

@@ -1,0 +1,105 @@
+"""Large batches of embeddings, and Ollama's streams, while instances are killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.engine.pooling.shapes import make_checkpoint
+from tests.mesh.harness import Command, Ports, serve, wait_until
+from tests.router import tiny_tokenizer
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+
+CLIENTS = 4
+ROUNDS = 6
+"""Requests of each client."""
+INPUTS = 64
+"""Inputs of each request."""
+KILLS = 2
+
+
+@pytest.fixture
+def embedder(tmp_path: Path) -> Iterator[tuple[Command, Ports]]:
+    directory = make_checkpoint(tmp_path / "model", "bert", vocab_size=512)
+    written = tiny_tokenizer.write_model(tmp_path / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((written / name).read_bytes())
+    ports = Ports()
+    with serve(tmp_path / "log", str(directory), "-dp", "2", *ports.head()) as command:
+        command.wait_for("2 instances ready")
+        yield command, ports
+
+
+def test_each_input_is_answered_once_and_right(embedder: tuple[Command, Ports]) -> None:
+    command, ports = embedder
+    draw = random.Random(5)
+    texts = [
+        " ".join(draw.choices(["dog", "fox", "Hello", "one", "x"], k=draw.choice([1, 9, 90])))
+        for _ in range(40)
+    ]
+
+    def embeddings(inputs: list[str]) -> list[Any]:
+        body = {"input": inputs, "encoding_format": "base64"}
+        answer = httpx2.post(f"{ports.url}/v1/embeddings", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()["data"]
+        assert [each["index"] for each in found] == list(range(len(inputs)))
+        return [each["embedding"] for each in found]
+
+    alone = {text: embeddings([text])[0] for text in texts}
+    answered = threading.Semaphore(0)
+
+    def client(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(ROUNDS):
+            inputs = chance.choices(texts, k=INPUTS)
+            assert embeddings(inputs) == [alone[each] for each in inputs]
+            answered.release()
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        running = [threads.submit(client, number) for number in range(CLIENTS)]
+        for kill in range(KILLS):
+            assert answered.acquire(timeout=60)
+            assert answered.acquire(timeout=60)
+            command.child(f"Engine_{kill}").kill()
+            wait_until(lambda: ports.status().count(" ready") >= 2, 60.0, "both instances serve again")
+        for each in running:
+            each.result(timeout=90)
+
+
+def test_a_death_in_a_stream_of_ollamas_is_not_noticed(tmp_path: Path) -> None:
+    ports = Ports()
+    body = {
+        "messages": [{"role": "user", "content": "Who was at the ball?"}],
+        "options": {"seed": 3, "temperature": 1, "num_predict": 600},
+    }
+
+    def stream(kills: bool) -> tuple[str, int]:
+        parts: list[Any] = []
+        with (
+            httpx2.Client(timeout=60, trust_env=False) as client,
+            client.stream(
+                "POST", f"{ports.url}/api/chat", json=body, headers={"x-lockstep-preferred-rank": "0"}
+            ) as answer,
+        ):
+            for line in answer.iter_lines():
+                parts.append(json.loads(line))
+                if kills and len(parts) == 20:
+                    command.child("Engine_0").kill()
+        assert parts[-1]["done"]
+        return "".join(each["message"]["content"] for each in parts), parts[-1]["eval_count"]
+
+    with serve(tmp_path / "log", "-dp", "2", *ports.head()) as command:
+        command.wait_for("2 instances ready")
+        undisturbed = stream(kills=False)
+        assert stream(kills=True) == undisturbed
+        assert "are back" in command.log, "it moved"
