@@ -24,7 +24,7 @@ from tests.nightly import NIGHTLY
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600 if NIGHTLY else 300)]
 
 DENSE = "--no-enable-expert-parallel"
-UPDATES, KILL_EVERY = (25, 12) if NIGHTLY else (20, 10)
+UPDATES, KILL_EVERY = (25, 12) if NIGHTLY else (8, 4)
 PIECES = [0, *(pytest.param(piece, marks=pytest.mark.nightly) for piece in (1, 2, 3))]
 """Parts of the hundred updates of a night, each in a mesh of its own."""
 COUNT, NUM_TOKENS = 4, 60
