@@ -194,6 +194,7 @@ class MeshClient(RouterFacts):
             changes = self._pool.apply(self.view, time.monotonic())
         for instance in changes.added:
             logger.info("instance %d at %s", instance.rank, instance.member.address)
+            self._close_connection(instance.name)  # if it was taken out and is back in one piece of news
             self._connect(instance)
         for instance in changes.removed:
             self._disconnect(instance)
@@ -265,11 +266,17 @@ class MeshClient(RouterFacts):
 
     def _disconnect(self, instance: PooledInstance) -> None:
         logger.info("instance %d left the mesh", instance.rank)
-        if instance.name in self._connections:
-            self._connections[instance.name].take_waiting()
+        connection = self._connections.get(instance.name)
+        is_own = connection is not None and connection.serves(instance)
+        if connection is not None and is_own:
+            connection.take_waiting()
         self._mover.lose(instance)
         self._mover.move_all(instance, "removed" if instance.member.state is State.READY else "drained")
-        connection = self._connections.pop(instance.name, None)
+        if is_own:
+            self._close_connection(instance.name)
+
+    def _close_connection(self, name: str) -> None:
+        connection = self._connections.pop(name, None)
         if connection is not None:
             connection.close()
 

@@ -88,6 +88,10 @@ class InstanceConnection:
         """
         return self._connection.send(message)
 
+    def serves(self, instance: PooledInstance) -> bool:
+        """Whether it is the connection to this registration of an instance."""
+        return self._instance is instance
+
     def take_waiting(self) -> None:
         """Hand the messages that have arrived to the receiver.
 

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from coordinator.messages import FromCoordinator, Member, Settings, State, ToCoordinator
 from coordinator.rpc.rpc import AsyncListener, Peer
+from coordinator.views import ViewNews
 from engine.messages import (
     Attach,
     Attached,
@@ -247,5 +248,26 @@ def test_an_instance_that_has_answered_or_is_connected_anew_is_asked_for_request
             instance.asked_back = True
             world.client._receiver.received(instance, answer)
             assert not instance.asked_back
+
+    run(work)
+
+
+def test_an_instance_that_was_taken_out_and_is_back_in_one_piece_of_news_has_one_connection() -> None:
+    """A process may register again before routers hear that it was taken out."""
+
+    async def work(world: World) -> None:
+        client = world.client
+        await world.show(world.member())
+        before = client._connections["a"]
+        again = ViewNews(whole=False, left=["a"], members=[world.member()])
+        client._pool.can_follow = lambda *_: True  # type: ignore[method-assign]
+        client._on_news(again)
+        assert before._is_closed
+        now = client._connections["a"]
+        assert now is not before
+        assert not now._is_closed
+        stream = client.generate(prompt("after it"))
+        await world.submitted()
+        assert [delta.token_ids async for delta in stream] == [[7]]
 
     run(work)
