@@ -31,6 +31,7 @@ MOST_KEPT = 64 << 20
 """Bytes of prepared images that are kept."""
 MOST_ANSWER = 1 << 30
 """Bytes of a prepared image."""
+ENDED = Refused("cannot be decoded: it ended the process that tried to")
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
 """Variables of the environment that the process has: none with secrets."""
 
@@ -65,8 +66,11 @@ class ImagePreparation:
             if found is not None:
                 self._kept.move_to_end(name)
                 return found
-            self._start()
-            answer = self._ask(image)
+            answer: Prepared | Refused = ENDED
+            for _ in range(2):  # the process may have been killed for another reason than this image
+                if answer is ENDED:
+                    self._start()
+                    answer = self._ask(image)
             if isinstance(answer, Refused):
                 refuse(f"{image.path} {answer.problem}.", image.path)
             self._keep(name, answer)
@@ -96,7 +100,7 @@ class ImagePreparation:
             return Refused(f"takes more than {MOST_SECONDS:.0f} s to decode and prepare")
         except OSError:
             self._end()
-            return Refused("cannot be decoded: it ended the process that tried to")
+            return ENDED
         assert isinstance(answer, Prepared | Refused)
         return answer
 
