@@ -42,6 +42,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     A given length of matches asks for it.
     """
+    adaptive: bool = True
+    """Whether measured prices decide how much is drafted; False: as much as there is."""
     disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """With more requests running nothing is drafted; None: as long as it pays."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -56,6 +58,20 @@ class DraftTrust:
         elif self.chance <= price:
             self._pause = min(self.LONGEST_PAUSE, max(1, 2 * self._pause))
             self._waits = self._pause
+
+
+class FixedTrust(DraftTrust):
+    """Trust that never changes, for drafts that are as long as they may be."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def length(self, most: int, price: float) -> tuple[int, float]:
+        """All that may be drafted, at any price."""
+        return most, math.inf if most > 0 else 0.0
+
+    def learn(self, drafted: int, accepted: int, price: float) -> None:
+        """Does nothing."""
 
 
 class StepCost:

@@ -11,7 +11,7 @@ Drafts cost time of the step. How long they are, and whether there are any, foll
 so far and from what steps took (:mod:`engine.speculation.draft_prices`): a token is drafted if it is likelier
 to be taken than the part of a token's time that it costs. A model's passes are part of that price, which is
 paid when the model is asked. Where steps with drafts turn out to lose all the same, there are none
-(:mod:`engine.speculation.draft_trials`).
+(:mod:`engine.speculation.draft_trials`). The setting ``adaptive`` turns all of that off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 
 from engine.config.speculation import SpeculativeConfig
-from engine.speculation.draft_prices import DraftTrust, PassCost, StepCost, moved
+from engine.speculation.draft_prices import DraftTrust, FixedTrust, PassCost, StepCost, moved
 from engine.speculation.draft_trials import DraftTrials
 from engine.speculation.proposers import NOTHING, CombinedProposer, Proposer, proposer_of
 from engine.step import Step
@@ -43,9 +43,10 @@ class Drafter:
     def __init__(self, config: SpeculativeConfig, chance: float) -> None:
         """``chance``: that a drafted token is taken, as far as is known."""
         self._proposer: Proposer = proposer_of(config)
-        self._trust = DraftTrust(chance)
-        self._looked_up = DraftTrust(chance)
-        """The same of what was looked up beside a model."""
+        self._trust, self._looked_up = (
+            DraftTrust(chance) if config.adaptive else FixedTrust() for _ in range(2)
+        )
+        """The second: trust in what is looked up beside a model."""
         self._last = self._trust
         """That of the last draft."""
         self._runs_on = False
@@ -148,7 +149,8 @@ class Speculation:
                 return True
             self._unpriced = 0
         limit = self._config.disable_by_batch_size
-        return (limit is not None and running > limit) or not self._trials.are_on(running)
+        is_too_full = limit is not None and running > limit
+        return is_too_full or (self._config.adaptive and not self._trials.are_on(running))
 
     def prices_step(self) -> bool:
         """Whether :meth:`took` or :meth:`paid` is to be called for a step.
@@ -157,7 +159,7 @@ class Speculation:
         """
         if self._unpriced:
             self._unpriced -= 1
-        return self._unpriced <= 1
+        return self._unpriced <= 1 and self._config.adaptive
 
     @property
     def asks(self) -> bool:
@@ -172,7 +174,7 @@ class Speculation:
     @property
     def rests(self) -> bool:
         """Whether asking a model does not seem to pay at the moment."""
-        return self._rest > 0 or self._chance <= self._price
+        return self._config.adaptive and (self._rest > 0 or self._chance <= self._price)
 
     def ask(self, wanting: Sequence[tuple[Drafter, int]], rows: int) -> list[int]:
         """Tokens that a model is to propose for each request, mostly several.

@@ -23,7 +23,7 @@ from tests.engine.oracle import Oracle, knowing
 PEER = b"router"
 PATIENCE = 120.0 if platform.machine() == "x86_64" else 1200.0
 """Seconds that a run may take: an emulated machine is slow."""
-NGRAMS = '{"method": "ngram", "num_speculative_tokens": 5}'
+NGRAMS = '{"method": "ngram", "num_speculative_tokens": 5, "adaptive": false}'
 MOST_TOKENS = 2048
 """Context length."""
 

@@ -197,6 +197,24 @@ def test_all_drafts_of_a_step_share_its_room() -> None:
     assert [len(draft) for draft in speculation.draft(texts(speculation, 4), 4, 0)] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_fixed_drafts_follow_neither_acceptance_nor_seconds(method: str) -> None:
+    model = "m" if method == "draft_model" else ""
+    speculation = Speculation(
+        SpeculativeConfig(method=method, model=model, num_speculative_tokens=3, adaptive=False)  # type: ignore[arg-type]
+    )
+    (drafter, text, _) = texts(speculation, 1)[0]
+    for _ in range(600):
+        assert not speculation.is_off(32)
+        assert not speculation.rests
+        assert not speculation.prices_step()
+        if method == "draft_model":
+            assert speculation.ask([(drafter, 100)], 32) == [3]
+            drafter.offer(len(text), [7, 8, 9])
+        assert [len(draft) for draft in speculation.draft([(drafter, text, 100)], 32, 100)] == [3]
+        speculation.learn(drafter, 3, 0)
+
+
 def combined() -> Drafter:
     settings = '{"method": "eagle3", "model": "head", "prompt_lookup_min": 3}'
     return Drafter(read_config(settings), 0.7)

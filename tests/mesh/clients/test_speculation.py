@@ -18,7 +18,7 @@ from tests.mesh.harness import Ports, serve, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "adaptive": false}'
 
 
 def counted(ports: Ports) -> dict[str, float]:
@@ -87,7 +87,7 @@ def compared(model: Path, asked: dict[str, Any], flags: tuple[str, ...], directo
         command.wait_for("1 instance ready")
         expected = crowd_of(plain, 8)
         assert command.stop() == 0
-    drafts = ["--speculative-config", json.dumps(asked)]
+    drafts = ["--speculative-config", json.dumps(asked | {"adaptive": False})]
     with serve(directory / "drafts", *common, *flags, *drafts, *ports.head()) as command:
         instances = "2 instances" if flags[1] == "2" else "1 instance"
         command.wait_for(f"{instances} ready")

@@ -99,7 +99,7 @@ async def all_streams(ports: Ports, act: Callable[[], object] | None = None) -> 
     return await asyncio.gather(*tasks)
 
 
-DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}')
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(DRAFTS, marks=pytest.mark.nightly)])

@@ -107,7 +107,7 @@ def test_streams_of_a_killed_instance_go_on_bit_for_bit(
 ) -> None:
     """Experts are spread over both instances; n-grams are drafted."""
     ports = Ports()
-    drafts = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    drafts = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
     with model.serve(tmp_path / "log", ports, "-dp", "2", *flags, *drafts) as command:
         command.wait_for("2 instances ready")
         assert ask(ports, 4, command.child("Engine_1").kill) == model.answers(4)
