@@ -7,13 +7,14 @@ the batch goes on with the lines that have no answer yet.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 
-from router.batches.batch_store import BatchStore, OwnedBatch
+from router.batches.batch_store import BatchStore, BatchTaken, OwnedBatch
 from router.batches.file_store import FileWriter, StoredFiles
 from router.batches.line_runner import LineRunner
 from router.batches.lines import LineProblem, read_line, unanswered
@@ -131,6 +132,8 @@ class BatchRuns:
         except StoreUnusable as error:
             logger.error("batch %s waits: %s", id, error)  # the next sweep begins it again
             await asyncio.sleep(FULL_SECONDS)
+        except BatchTaken as error:
+            logger.warning("%s", error)
         except Exception:
             logger.exception("batch %s failed", id)
             await self._fail(id, [WrongLine("server_error", "Internal server error.")])
@@ -138,8 +141,7 @@ class BatchRuns:
             self._running.pop(id, None)
 
     async def _carried_out(self, owned: OwnedBatch) -> None:
-        batch: BatchObject | None = owned.object
-        assert batch is not None
+        batch = owned.object
         if batch.status is BatchState.VALIDATING:
             total, wrong = await self._checked(batch)
             if wrong:
@@ -151,8 +153,7 @@ class BatchRuns:
                 if each.status is BatchState.VALIDATING:
                     each.status, each.in_progress_at = BatchState.IN_PROGRESS, int(time.time())
 
-            if (batch := await self.batches.change(batch.id, begin)) is None:
-                return
+            batch = await self.batches.advance(batch.id, begin)
         reason: tuple[str, str] | None = None
         if batch.status is BatchState.IN_PROGRESS and await self._answer_lines(batch):
             reason = EXPIRED
@@ -161,8 +162,7 @@ class BatchRuns:
             if each.status is BatchState.IN_PROGRESS:
                 each.status, each.finalizing_at = BatchState.FINALIZING, int(time.time())
 
-        if (batch := await self.batches.change(batch.id, finalize)) is None:
-            return
+        batch = await self.batches.advance(batch.id, finalize)
         if batch.status is BatchState.CANCELLING:
             reason = CANCELLED
         elif batch.status is BatchState.FINALIZING and batch.expires_at <= time.time():
@@ -212,8 +212,8 @@ class BatchRuns:
                 async for number, text in self._unanswered(batch):
                     await self._window.enter()
                     group.create_task(self._answer(batch, number, text))
-        except* StoreUnusable as errors:
-            raise StoreUnusable(str(errors.exceptions[0])) from errors
+        except* (StoreUnusable, BatchTaken) as errors:
+            raise first_of(errors) from errors
 
     async def _answer(self, batch: BatchObject, number: int, text: bytes) -> None:
         try:
@@ -242,9 +242,27 @@ class BatchRuns:
     async def _gather(self, tenant: str, batch: BatchObject, reason: tuple[str, str] | None) -> None:
         """Write the answers to files, and end the batch; ``reason``: why some lines have none."""
         now = time.time()
-        outputs = await self._written(tenant, batch, "output", self.batches.answers(batch.id, errors=False))
-        errors = await self._written(tenant, batch, "error", self._errors(batch, reason))
+        written: list[str] = []
+        try:
+            answers = self.batches.answers(batch.id, errors=False)
+            outputs = await self._written(tenant, batch, "output", answers, written)
+            errors = await self._written(tenant, batch, "error", self._errors(batch, reason), written)
+            ended = await self._ended(batch, reason, outputs, errors, now)
+        except (StoreUnusable, BatchTaken):
+            for id in written:  # they are written anew, here or by another router
+                with contextlib.suppress(StoreUnusable):
+                    await self.files.delete(id)
+            raise
+        logger.info("batch %s is %s: %s", batch.id, ended.status, ended.request_counts)
 
+    async def _ended(
+        self,
+        batch: BatchObject,
+        reason: tuple[str, str] | None,
+        outputs: str | None,
+        errors: str | None,
+        now: float,
+    ) -> BatchObject:
         def end(each: BatchObject) -> None:
             each.output_file_id, each.error_file_id = outputs, errors
             if each.status is BatchState.CANCELLING:
@@ -254,9 +272,7 @@ class BatchRuns:
             else:
                 each.status, each.completed_at = BatchState.COMPLETED, int(now)
 
-        ended = await self.batches.change(batch.id, end, ended=now + self.limits.ttl)
-        if ended is not None:
-            logger.info("batch %s is %s: %s", batch.id, ended.status, ended.request_counts)
+        return await self.batches.advance(batch.id, end, ended=now + self.limits.ttl)
 
     async def _errors(self, batch: BatchObject, reason: tuple[str, str] | None) -> AsyncIterator[bytes]:
         async for text in self.batches.answers(batch.id, errors=True):
@@ -271,13 +287,14 @@ class BatchRuns:
             yield unanswered(batch.id, number, custom_id, *reason).text
 
     async def _written(
-        self, tenant: str, batch: BatchObject, name: str, lines: AsyncIterator[bytes]
+        self, tenant: str, batch: BatchObject, name: str, lines: AsyncIterator[bytes], written: list[str]
     ) -> str | None:
-        """Id of a new file with these lines; None if there are none."""
+        """Id of a new file with these lines, added to ``written``; None without lines."""
         writer, id = None, None
         async for line in lines:
             if writer is None:
                 id = await self.files.begin(tenant, f"{batch.id}_{name}.jsonl", "batch_output")
+                written.append(id)
                 writer = FileWriter(self.files, id, is_bounded=False)  # its lines had room
             await writer.write(line + b"\n")
         if writer is not None:
@@ -289,5 +306,14 @@ class BatchRuns:
             batch.status, batch.failed_at = BatchState.FAILED, int(time.time())
             batch.errors = WrongLines(wrong)
 
-        change: Callable[[BatchObject], None] = fail
-        await self.batches.change(id, change, ended=time.time() + self.limits.ttl)
+        with contextlib.suppress(BatchTaken):
+            await self.batches.advance(id, fail, ended=time.time() + self.limits.ttl)
+
+
+def first_of(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """The first error of a group, however deep."""
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, Exception)
+    return found

@@ -32,6 +32,10 @@ class TooManyBatches(Exception):
     """A tenant has :data:`MOST_UNENDED` batches that have not ended."""
 
 
+class BatchTaken(Exception):
+    """Another router has taken a batch over, or it has ended."""
+
+
 class OwnedBatch(msgspec.Struct, frozen=True):
     """A batch that this router runs."""
 
@@ -89,30 +93,38 @@ class BatchStore:
 
         return await self._database.run(all)
 
-    async def change(
-        self, id: str, change: Callable[[BatchObject], None], *, ended: float | None = None
-    ) -> BatchObject | None:
-        """Change a batch that has not ended; returns it as it is now.
+    async def change(self, id: str, change: Callable[[BatchObject], None]) -> None:
+        """Change a batch that has not ended, also one of another router."""
 
-        ``ended``: when it is deleted; its lines' answers then are. None if there is no such batch.
+        def write(connection: sqlite3.Connection) -> None:
+            row = connection.execute(
+                f"SELECT body FROM batches WHERE id = ? AND state IN ({ALIVE})", (id,)
+            ).fetchone()
+            if row is not None:
+                batch = _decode(row[0])
+                change(batch)
+                _put(connection, batch, NEVER)
+
+        await self._database.run(write)
+
+    async def advance(
+        self, id: str, change: Callable[[BatchObject], None], *, ended: float | None = None
+    ) -> BatchObject:
+        """Change a batch that this router owns; returns it as it is now.
+
+        ``ended``: when it is deleted; its lines' answers then are.
+
+        Raises:
+            BatchTaken: it is another router's, or has ended.
         """
 
-        def write(connection: sqlite3.Connection) -> BatchObject | None:
-            query = f"SELECT body FROM batches WHERE id = ? AND state IN ({ALIVE})"
-            row = connection.execute(query, (id,)).fetchone()
-            if row is None:
-                return None
-            batch = _decode(row[0])
+        def write(connection: sqlite3.Connection) -> BatchObject:
+            batch = self._owned(connection, id)
             change(batch)
             if ended is not None:
                 batch = _counted(connection, batch)
                 connection.execute("DELETE FROM batch_lines WHERE batch = ?", (id,))
-            body = msgspec.json.encode(batch)
-            expires = NEVER if ended is None else ended
-            connection.execute(
-                "UPDATE batches SET state = ?, expires = ?, body = ?, bytes = ? WHERE id = ?",
-                (batch.status, expires, body, len(body), id),
-            )
+            _put(connection, batch, NEVER if ended is None else ended)
             return batch
 
         return await self._database.run(write)
@@ -124,9 +136,11 @@ class BatchStore:
 
         Raises:
             StoreFull: there is no room.
+            BatchTaken: the batch is another router's, or has ended.
         """
 
         def write(connection: sqlite3.Connection) -> None:
+            self._owned(connection, id)
             self._database.check_room(connection, len(answer.text))
             connection.execute(
                 "INSERT OR IGNORE INTO batch_lines VALUES (?, ?, ?, ?, ?)",
@@ -162,6 +176,14 @@ class BatchStore:
 
     # ---- ownership
 
+    def _owned(self, connection: sqlite3.Connection, id: str) -> BatchObject:
+        """A running batch of this router, in a transaction; raises BatchTaken."""
+        query = f"SELECT body FROM batches WHERE id = ? AND owner = ? AND state IN ({ALIVE})"
+        row = connection.execute(query, (id, self._database.owner)).fetchone()
+        if row is None:
+            raise BatchTaken(f"the batch {id} belongs to another router, or has ended")
+        return _decode(row[0])
+
     async def claim(self, id: str) -> bool:
         """Own a batch whose owner is dead; whether it is owned now."""
         return await self._database.run(
@@ -186,6 +208,14 @@ class BatchStore:
             return [id for id, owner in rows if owner in dead]
 
         return await self._database.run(orphans)
+
+
+def _put(connection: sqlite3.Connection, batch: BatchObject, expires: float) -> None:
+    body = msgspec.json.encode(batch)
+    connection.execute(
+        "UPDATE batches SET state = ?, expires = ?, body = ?, bytes = ? WHERE id = ?",
+        (batch.status, expires, body, len(body), batch.id),
+    )
 
 
 def _counted(connection: sqlite3.Connection, batch: BatchObject) -> BatchObject:

@@ -17,6 +17,7 @@ from coordinator.numerics import Numerics
 from engine.messages import Delta
 from router.mesh import Generation, Known, Mesh, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
 from router.stored.database import StoreUnusable
+from router.stored.store import AnswerTaken
 
 
 class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +36,7 @@ class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
 logger = logging.getLogger(__name__)
 
 Continues = Callable[[], Awaitable[bool]]
+Lost = Callable[[], Awaitable[None]]
 
 _decode = msgspec.msgpack.Decoder(JournalBatch).decode
 
@@ -50,17 +52,23 @@ class Journal:
     """Journal of one answer, first read, then written."""
 
     def __init__(
-        self, id: str, store: TokenStore, recorded: Sequence[bytes], continues: Continues | None
+        self,
+        id: str,
+        store: TokenStore,
+        recorded: Sequence[bytes],
+        continues: Continues | None,
+        lost: Lost | None = None,
     ) -> None:
         """``recorded``: batches that are in the store already.
 
         ``continues`` waits until there may be more of them, which another router writes; False once this one
-        is to write, and None where it always was.
+        is to write, and None where it always was. ``lost`` ends the run whose answer another router has.
         """
         self._id = id
         self._store = store
         self._batches = [_decode(each) for each in recorded]
         self._continues = continues
+        self._lost = lost
         self._read = 0
         """Batches whose deltas have been taken."""
         self._turn = asyncio.Condition()
@@ -110,7 +118,11 @@ class Journal:
         return True
 
     async def write(self, batch: JournalBatch) -> None:
-        """Append a batch; returns once it is committed, or the store has failed."""
+        """Append a batch; returns once it is committed, or the store has failed.
+
+        Raises:
+            AnswerTaken: another router has the answer, and there is no ``lost``.
+        """
         number = len(self._batches)
         self._batches.append(batch)
         self._read = len(self._batches)
@@ -121,6 +133,10 @@ class Journal:
         except StoreUnusable as error:
             self._is_lost = True
             logger.error("answer %s goes on, but can no longer be resumed: %s", self._id, error)
+        except AnswerTaken:
+            if self._lost is None:
+                raise
+            await self._lost()
 
 
 class JournalMesh:

@@ -217,7 +217,7 @@ class Runs:
             input=new.items,
         )
         await self.store.begin(row)
-        journal = Journal(run.key, self.store, [], None)
+        journal = Journal(run.key, self.store, [], None, lambda: self._lost(run))
         try:
             response, scope = await self._handled(run, journal)
         except BaseException:
@@ -376,7 +376,8 @@ class Runs:
                 await self._store_end(run, error)
                 run.log.end(error)
             return
-        journal = Journal(run.key, self.store, await self.store.tokens(run.key, 0), continues)
+        recorded = await self.store.tokens(run.key, 0)
+        journal = Journal(run.key, self.store, recorded, continues, lambda: self._lost(run))
         try:
             response, scope = await self._handled(run, journal)
         except MeshError as error:
@@ -416,17 +417,37 @@ class Runs:
                 if run.owned:
                     await self.store.delete(run.key)
                     self.counts.store.events["answer_abandoned"] += 1
-            elif run.owned and await self._is_over(run.key):
-                self._stop(run)
+            elif run.owned:
+                await self._end_if_lost(run)
         if self._takes_over and self._mesh.healthy and self._mesh.model is not None:
             for row in await self.store.orphans():
                 if row.id not in self._runs:
                     self._adopt(row)
 
-    async def _is_over(self, key: str) -> bool:
-        """Whether another router has cancelled or deleted an answer."""
-        row = await self.store.get(key)
-        return row is None or row.state is not AnswerState.RUNNING
+    async def _end_if_lost(self, run: Run) -> None:
+        """End a run whose answer another router has cancelled or deleted, or has taken over."""
+        row = await self.store.get(run.key)
+        if row is None or row.state is AnswerState.CANCELLED:
+            self._stop(run)
+        elif row.owner != self.store.owner:
+            self._leave(run)
+
+    async def _lost(self, run: Run) -> None:
+        """End a run that cannot write; returns only when it is cancelled."""
+        try:
+            await self._end_if_lost(run)
+        except StoreUnusable as error:
+            logger.warning("%s", error)
+        if not run.log.has_ended:
+            self._leave(run)
+        await asyncio.get_running_loop().create_future()
+
+    def _leave(self, run: Run) -> None:
+        """Leave an answer to the router that took it over, and cut its readers off."""
+        logger.warning("answer %s was taken over by another router: this one was taken for dead", run.id)
+        if run.task is not None:
+            run.task.cancel()
+        run.log.end(RouterEnds())
 
     def drain(self) -> None:
         """Take over no more answers."""

@@ -33,6 +33,10 @@ class AnswerExists(Exception):
     """An answer of this id is stored already."""
 
 
+class AnswerTaken(Exception):
+    """Another router has taken a running answer over, or ended it."""
+
+
 class StoredAnswer(msgspec.Struct, frozen=True):
     """A row of the table of answers."""
 
@@ -64,6 +68,8 @@ def id_of(key: str) -> str:
     return key.partition("/")[2]
 
 
+IS_OURS = "id = ? AND owner = ? AND state = 'running'"
+"""Condition, in SQL, for a router to write into an answer: id, router."""
 COLUMNS = ", ".join(StoredAnswer.__struct_fields__)
 
 
@@ -73,8 +79,8 @@ class AnswerStore:
     def __init__(self, database: StoreDatabase) -> None:
         self.database = database
         self._waiting: list[tuple[str, int, bytes]] = []
-        self._commit: asyncio.Future[None] | None = None
-        """Ends once what waits now is committed."""
+        self._commit: asyncio.Future[set[str]] | None = None
+        """Ends once what waits now is committed, with the ids of answers that are lost."""
         self._committing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -125,11 +131,13 @@ class AnswerStore:
         def end(connection: sqlite3.Connection) -> None:
             ended = connection.execute(
                 "UPDATE answers SET state = ?, expires = ?, answer = ?, events = ?, bytes = bytes + ?"
-                " WHERE id = ? AND owner = ? AND state = 'running'",
+                f" WHERE {IS_OURS}",
                 (state, expires, answer, packed, len(packed) + len(answer or b""), id, self.owner),
             )
+            if not ended.rowcount:
+                return
             connection.execute("DELETE FROM tokens WHERE id = ?", (id,))
-            if also is not None and ended.rowcount:
+            if also is not None:
                 also(connection)
 
         await self.database.run(end)
@@ -180,25 +188,38 @@ class AnswerStore:
     # ---- tokens
 
     async def append(self, id: str, number: int, batch: bytes) -> None:
-        """Commit a batch of an answer's tokens, together with all batches that wait now."""
+        """Commit a batch of an answer's tokens, together with all batches that wait now.
+
+        Raises:
+            AnswerTaken: this router does not own the answer, or it has ended.
+        """
         loop = asyncio.get_running_loop()
         self._waiting.append((id, number, batch))
         if self._commit is None:
             self._commit = loop.create_future()
             self._committing = loop.create_task(self._commit_waiting(self._commit))
-        await asyncio.shield(self._commit)
+        if id in await asyncio.shield(self._commit):
+            raise AnswerTaken(f"the answer {id} belongs to another router, or has ended")
 
-    async def _commit_waiting(self, commit: asyncio.Future[None]) -> None:
+    async def _commit_waiting(self, commit: asyncio.Future[set[str]]) -> None:
         await asyncio.sleep(0)  # the rest of the step's tokens
         batches, self._waiting, self._commit = self._waiting, [], None
-        try:
-            await self.database.run(
-                lambda connection: connection.executemany("INSERT INTO tokens VALUES (?, ?, ?)", batches)
+
+        def write(connection: sqlite3.Connection) -> set[str]:
+            written = connection.executemany(
+                f"INSERT INTO tokens SELECT id, ?, ? FROM answers WHERE {IS_OURS}",
+                [(number, batch, id, self.owner) for id, number, batch in batches],
             )
+            if written.rowcount == len(batches):
+                return set()
+            query = f"SELECT 1 FROM answers WHERE {IS_OURS}"
+            ids = {id for id, _, _ in batches}
+            return {id for id in ids if connection.execute(query, (id, self.owner)).fetchone() is None}
+
+        try:
+            commit.set_result(await self.database.run(write))
         except Exception as error:  # noqa: BLE001 (raised where each of them waits)
             commit.set_exception(error)
-        else:
-            commit.set_result(None)
 
     async def tokens(self, id: str, first: int) -> list[bytes]:
         """Batches of an answer's tokens from number ``first`` on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,33 @@ def test_a_batch_whose_time_is_over_names_the_lines_that_were_not_run(
     asyncio.run(run(mesh, batch_runs(database, mesh, HttpConfig(), metrics, {})))
     assert not mesh.prompts
     database.close()
+
+
+def test_a_router_that_was_taken_for_dead_answers_no_line_of_the_new_owner(tmp_path: Path) -> None:
+    from router.batches.batch_store import BatchStore, BatchTaken
+    from router.batches.lines import LineAnswer
+    from router.batches.objects import BatchObject
+
+    lost, owner = database_of(tmp_path), database_of(tmp_path)
+    old, new = BatchStore(lost), BatchStore(owner)
+    batch = BatchObject(
+        id="batch_a", endpoint="/v1/completions", input_file_id="file-a", completion_window="1h", created_at=0, expires_at=9
+    )  # fmt: skip
+
+    async def run() -> None:
+        await old.begin("t", batch)
+        await old.answer("batch_a", 0, LineAnswer(False, b"0"))
+        os.close(lost._lock)
+        lost._lock = os.open(os.devnull, os.O_RDONLY)
+        assert await new.claim("batch_a")
+        with pytest.raises(BatchTaken):
+            await old.answer("batch_a", 1, LineAnswer(False, b"late"))
+        with pytest.raises(BatchTaken):
+            await old.advance("batch_a", lambda each: None, ended=4e9)
+        await new.answer("batch_a", 1, LineAnswer(False, b"1"))
+        assert [each async for each in new.answers("batch_a", errors=False)] == [b"0", b"1"]
+        await old.change("batch_a", lambda each: None)  # a client's wish, at any router
+
+    asyncio.run(run())
+    lost.close()
+    owner.close()

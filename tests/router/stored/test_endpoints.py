@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,9 @@ import httpx2
 import openai
 import pytest
 
-from engine.messages import FinishReason
+from engine.messages import Delta, FinishReason
 from router.config import HttpConfig
-from router.mesh import ServedModel
+from router.mesh import Prompt, ServedModel
 from router.stored.database import StoreDatabase
 from router.stored.store import AnswerState, AnswerStore, key_of
 from router.text.tokens import Tokenizer
@@ -254,6 +256,42 @@ def test_an_answer_whose_key_is_gone_goes_on_and_is_counted_once(
         assert row is not None
         assert row.state is AnswerState.DONE
         after.database.close()
+
+
+def test_a_router_that_was_taken_for_dead_leaves_its_stream_to_the_new_owner(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    lost, owner = (
+        AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+
+    def script(prompt: Prompt) -> list[Delta]:
+        known = len(prompt.known.token_ids) if prompt.known else 0
+        return list(saying(ids_of(tokenizer, TEXT), FinishReason.STOP)(prompt))[known:]
+
+    slow, quick = (FakeMesh(served, script) for _ in range(2))
+    slow.delay = 0.7
+    headers = {"x-lockstep-resumable": "1", "x-request-id": "mine"}
+    body = {"model": "tiny", "prompt": "Hello", "stream": True}
+    with serving(slow, HttpConfig(), lost) as first, serving(quick, HttpConfig(), owner) as second:
+        seen = b""
+        with (
+            first.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
+            contextlib.suppress(httpx2.RemoteProtocolError),
+        ):
+            for part in answer.iter_bytes():
+                if not seen:
+                    os.close(lost.database._lock)
+                    lost.database._lock = os.open(os.devnull, os.O_RDONLY)
+                seen += part
+        assert b"[DONE]" not in seen, "its connection broke"
+        whole = second.client.get("/v1/streams/cmpl-mine").content
+        assert whole.startswith(seen)
+        assert whole.endswith(b"data: [DONE]\n\n")
+        assert first.client.get("/v1/streams/cmpl-mine").content == whole
+        first.wait_until_idle()
+    for store in (lost, owner):
+        store.database.close()
 
 
 def test_a_refused_request_is_not_stored(stored: Server) -> None:

@@ -1,4 +1,7 @@
-"""Random schedules of one answer over three routers: deaths, followers, takeovers, clients that come back."""
+"""Random schedules of one answer over three routers: deaths, followers, takeovers, clients that come back.
+
+A router may also be taken for dead while it lives.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from collections.abc import Callable
 import pytest
 
 from router.stored.journal import Journal, JournalMesh
+from router.stored.store import AnswerTaken
 from tests.router.stored.test_journal import Memory, behind_known, prompt_of
 
 SCHEDULES = 10_000 if os.environ.get("LOCKSTEP_NIGHTLY") == "1" else 300
 ROUTERS = 3
 TRUTH = (5, 6, 7, 8, 9, 10)
 MOST_DEATHS = 6
+MOST_MISTAKES = 3
 
 
 class World:
@@ -27,6 +32,10 @@ class World:
         self.memory = Memory()
         self.owner: Router | None = None
         self.deaths = 0
+        self.mistakes = 0
+        self.losses = 0
+        """Writes that were refused."""
+        self.is_fenced = True
         self.seen: list[tuple[int, int]] = []
 
     def claim(self, router: Router) -> bool:
@@ -47,8 +56,12 @@ class RouterStore:
     async def append(self, id: str, number: int, batch: bytes) -> None:
         for _ in range(self._router.world.chance.randrange(3)):
             await asyncio.sleep(0)
+        world = self._router.world
         while number > len(self._memory.batches):  # noqa: ASYNC110 (commits keep their order)
             await asyncio.sleep(0)
+        if world.is_fenced and world.owner is not self._router:
+            world.losses += 1
+            raise AnswerTaken
         if self._router.is_alive:
             await self._memory.append(id, number, batch)
 
@@ -77,7 +90,11 @@ class Router:
                 self.events.append((sample, delta.token_ids[0]))
                 await asyncio.sleep(0)
 
-        await asyncio.gather(*(read(sample) for sample in range(world.samples)))
+        try:
+            await asyncio.gather(*(read(sample) for sample in range(world.samples)))
+        except AnswerTaken:  # it cuts its clients off, and they come back
+            self.is_alive = False
+            return
         self.has_ended = True
 
     async def _continues(self) -> bool:
@@ -91,9 +108,12 @@ class Router:
         self.task.cancel()
 
 
-async def follow_a_schedule(seed: int, claims: Callable[[World, Router], bool] | None = None) -> World:
+async def follow_a_schedule(
+    seed: int, claims: Callable[[World, Router], bool] | None = None, *, is_fenced: bool = True
+) -> World:
     """One schedule, to the end of the answer as its client sees it."""
     world = World(seed)
+    world.is_fenced = is_fenced
     if claims is not None:
         world.claim = lambda router: claims(world, router)  # type: ignore[method-assign]
     routers = [Router(world) for _ in range(ROUTERS)]
@@ -118,8 +138,14 @@ async def _watch(world: World, routers: list[Router]) -> None:
             victim = world.chance.randrange(ROUTERS)
             world.deaths += 1
             routers[victim].die()
-            await asyncio.gather(routers[victim].task, return_exceptions=True)
-            routers[victim] = Router(world)
+        if world.owner is not None and world.mistakes < MOST_MISTAKES and world.chance.random() < 0.05:
+            world.mistakes += 1
+            world.owner = world.chance.choice(routers)  # the others took it for dead
+        for index, router in enumerate(routers):
+            if not router.is_alive:
+                router.die()
+                await asyncio.gather(router.task, return_exceptions=True)
+                routers[index] = Router(world)
         if not at.is_alive or world.chance.random() < 0.05:
             at = world.chance.choice(routers)
         known = len(world.seen)
@@ -135,12 +161,14 @@ def is_right(world: World) -> bool:
 
 
 def test_a_client_gets_each_token_once_whatever_dies() -> None:
-    deaths = 0
+    deaths = losses = 0
     for seed in range(SCHEDULES):
         world = asyncio.run(follow_a_schedule(seed))
         assert is_right(world), (seed, world.seen)
         deaths += world.deaths
+        losses += world.losses
     assert deaths > SCHEDULES
+    assert losses > SCHEDULES / 10
 
 
 def test_two_owners_are_found() -> None:
@@ -153,6 +181,15 @@ def test_two_owners_are_found() -> None:
     def run() -> None:
         for seed in range(200):
             assert is_right(asyncio.run(follow_a_schedule(seed, claims)))
+
+    with pytest.raises(AssertionError):
+        run()
+
+
+def test_a_router_that_writes_though_it_was_taken_for_dead_is_found() -> None:
+    def run() -> None:
+        for seed in range(200):
+            assert is_right(asyncio.run(follow_a_schedule(seed, is_fenced=False)))
 
     with pytest.raises(AssertionError):
         run()

@@ -15,6 +15,7 @@ from router.stored.store import (
     AnswerExists,
     AnswerState,
     AnswerStore,
+    AnswerTaken,
     StoredAnswer,
     key_of,
     unpacked,
@@ -76,6 +77,31 @@ def test_only_the_dead_lose_their_answers_and_only_to_one(tmp_path: Path) -> Non
         assert sorted(claimed) == [False, False, True]
         assert not any([await each.orphans() for each in others])
         for store in (dead, *others):
+            store.database.close()
+
+    asyncio.run(run())
+
+
+def test_a_router_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path) -> None:
+    async def run() -> None:
+        lost, owner = opened(tmp_path), opened(tmp_path)
+        for id in "ab":
+            await lost.begin(answer(lost, id))
+        await lost.append("t/a", 0, b"0")
+        dies(lost)
+        assert await owner.claim("t/a")
+        written = await asyncio.gather(
+            lost.append("t/a", 1, b"late"), lost.append("t/b", 0, b"own"), return_exceptions=True
+        )
+        assert [type(each) for each in written] == [AnswerTaken, type(None)], "the other answer is its own"
+        await owner.append("t/a", 1, b"1")
+        await lost.end("t/a", AnswerState.DONE, time.time() + 60, b"{}", [])
+        assert await owner.tokens("t/a", 0) == [b"0", b"1"]
+        await owner.cancel("t/a", b"{}")
+        with pytest.raises(AnswerTaken):
+            await owner.append("t/a", 2, b"2")
+        assert await owner.tokens("t/a", 0) == [], "nothing is left of what has ended"
+        for store in (lost, owner):
             store.database.close()
 
     asyncio.run(run())
