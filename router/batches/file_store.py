@@ -33,11 +33,9 @@ class StoredFiles:
     async def begin(self, tenant: str, name: str, purpose: str) -> str:
         """A new file, empty and not to be seen yet; returns its id."""
         id, now = f"file-{uuid.uuid4().hex}", time.time()
-        await self._database.run(
-            lambda connection: connection.execute(
-                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, 0, 0)",
-                (id, tenant, now, now + UPLOAD_SECONDS, name, purpose),
-            )
+        await self._database.write(
+            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, 0, 0)",
+            (id, tenant, now, now + UPLOAD_SECONDS, name, purpose),
         )
         return id
 
@@ -58,11 +56,7 @@ class StoredFiles:
 
     async def end(self, id: str, expires: float) -> None:
         """Make a file whole."""
-        await self._database.run(
-            lambda connection: connection.execute(
-                "UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id)
-            )
-        )
+        await self._database.write("UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id))
 
     async def get(self, id: str, tenant: str) -> FileObject | None:
         """A tenant's file, unless it has expired."""

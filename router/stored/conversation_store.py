@@ -88,9 +88,7 @@ class ConversationStore:
 
     async def delete(self, id: str) -> None:
         """Delete a conversation; the answers in it stay."""
-        await self._database.run(
-            lambda connection: connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
-        )
+        await self._database.write("DELETE FROM conversations WHERE id = ?", (id,))
 
 
 def found_in(connection: sqlite3.Connection, id: str, tenant: str) -> StoredConversation | None:

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -162,6 +162,8 @@ class StoreDatabase:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 result = work(self._connection)
+                # A cursor's end in another thread would reset the statement that this one executes by then.
+                assert not isinstance(result, sqlite3.Cursor), "cursors stay in the store's thread"
             except BaseException:
                 self._connection.execute("ROLLBACK")
                 raise
@@ -172,6 +174,14 @@ class StoreDatabase:
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
         except (sqlite3.Error, RuntimeError) as error:
             raise StoreUnusable(f"the store {self._path} fails: {error}") from error
+
+    async def write(self, statement: str, values: Sequence[object]) -> None:
+        """Execute one statement as a transaction; raises as :meth:`run`."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute(statement, values)
+
+        await self.run(write)
 
     def check_room(self, connection: sqlite3.Connection, size: int) -> None:
         """Make sure, in a transaction, that so many bytes may be added.

@@ -200,7 +200,7 @@ class Runs:
             created=int(time.time()),
             seed=random.SystemRandom().getrandbits(63),
             purpose=new.purpose,
-            model=self._fingerprint(),
+            model=fingerprint_of(self._mesh),
             conversation=new.conversation,
             new_items=new.new_items,
         )
@@ -370,7 +370,7 @@ class Runs:
     async def _remade(self, run: Run, continues: Callable[[], Awaitable[bool]]) -> None:
         run.log.rewind()
         repeat_ids(run.request.seed)
-        if run.request.model != self._fingerprint():
+        if run.request.model != fingerprint_of(self._mesh):
             if not await continues():
                 error = ApiError(409, "The model has changed since this answer began.")
                 await self._store_end(run, error)
@@ -466,15 +466,17 @@ class Runs:
                 run.task.cancel()
             run.log.end(RouterEnds())
 
-    def _fingerprint(self) -> str:
-        return self._mesh.model.fingerprint if self._mesh.model is not None else ""
-
     def _expiry(self, again: RunRequest) -> float:
         return time.time() + (self._window if again.purpose is Purpose.RESUMABLE else self._ttl)
 
 
 class _Unavailable(Exception):
     """No instance takes the answer now."""
+
+
+def fingerprint_of(mesh: Mesh) -> str:
+    """Fingerprint of the model that is served; empty if none is."""
+    return mesh.model.fingerprint if mesh.model is not None else ""
 
 
 def outcome_of(run: Run) -> tuple[AnswerState, bytes | None]:

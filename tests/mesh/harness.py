@@ -156,7 +156,7 @@ class Command:
         except psutil.NoSuchProcess:
             return []
 
-    def child(self, title: str) -> psutil.Process:
+    def child(self, title: str, timeout: float = 10) -> psutil.Process:
         """The descendant whose process title begins with ``lockstep: TITLE``."""
 
         def find() -> psutil.Process | None:
@@ -166,7 +166,7 @@ class Command:
                         return member
             return None
 
-        found: psutil.Process = wait_until(find, 10, title)
+        found: psutil.Process = wait_until(find, timeout, title)
         return found
 
     def wait_for(self, text: str, timeout: float = START_TIMEOUT) -> None:

@@ -106,7 +106,7 @@ def _unnamed(value: Any) -> Any:
 
 
 def router_of(command: Command, number: int) -> psutil.Process:
-    return command.child(f"Router_{number}")
+    return command.child(f"Router_{number}", 40)  # it may be starting again, beside the other one
 
 
 @pytest.mark.parametrize("piece", range(PIECES))
