@@ -62,6 +62,8 @@ class Layer:
     """Factor on what both add."""
     stream_factor: float = 1.0
     """Factor on the stream behind all parts."""
+    stream_norms: tuple[Norm, Norm] | None = None
+    """Norms of the stream itself, behind each part, as encoders have them."""
     input: LayerInput | None = None
     """Use of an input beside the stream, behind the feed-forward part."""
 
@@ -183,7 +185,7 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     if hidden % 2:
         raise NotRecognised("an odd hidden size")
     with torch.inference_mode():
-        layers = tuple(_layer(layer, shapes, base) for layer in base.layers)
+        layers = layers_of(base, shapes)
         embedding = embedding_of(base.module, base.names, hidden, dtype)
         output = output_of(module, getattr(base.module, base.names["norm"]), hidden)
     decoder = DecoderModel(embedding, layers, output, hidden, tuple(base.rotaries.values()), dtype)
@@ -194,6 +196,11 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     if len({(mlp.num_experts, mlp.top_k) for mlp in decoder.sparse}) > 1:
         raise NotRecognised("another number of experts in another layer")
     return decoder
+
+
+def layers_of(base: BaseModel, shapes: Sequence[LayerShape]) -> tuple[Layer, ...]:
+    """Layers of a base model, as :func:`recognise` has them."""
+    return tuple(_layer(layer, shapes, base) for layer in base.layers)
 
 
 def _layer(layer: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Layer:

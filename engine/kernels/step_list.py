@@ -105,8 +105,12 @@ class PackedDecoder:
         rows = packed.mlp.read(writer, mlp_place) if packed.mlp is not None and layer.is_parallel else None
         if packed.mixer is not None:
             writer.add_product(packed.mixer.mix(writer, kept), place.last_norm, place.factor)
+        if layer.stream_norms is not None:
+            writer.normalise(layer.stream_norms[0], writer.stream, writer.stream, writer.hidden)
         if packed.mlp is not None:
             packed.mlp.add(writer, mlp_place, packed.mlp.read(writer, mlp_place) if rows is None else rows)
+        if layer.stream_norms is not None:
+            writer.normalise(layer.stream_norms[1], writer.stream, writer.stream, writer.hidden)
         if packed.input is not None:
             packed.input.add(writer)
         if layer.stream_factor != 1.0:

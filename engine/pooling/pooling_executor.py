@@ -66,7 +66,7 @@ class PoolingExecutor:
         )
         logger.info(
             "pooling: %s, %s; %s", ", ".join(self._model.facts.tasks), self._model.facts.pooling,
-            "packed without padding" if self._model.packs else "one after the other",
+            self._model.way,
         )  # fmt: skip
         return ModelFacts(
             architecture=info.architecture,
@@ -91,6 +91,9 @@ class PoolingExecutor:
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
         weights = "" if self._digest is None else self._digest.result()
+        native = None if self._model is None else self._model.native
+        if native is not None:
+            return [Arithmetic(native.kind, native.version, "POOLING", weights=weights)]
         capability = str(torch.backends.cpu.get_cpu_capability())
         return [Arithmetic(TORCH, capability, "POOLING", batch_invariant=True, weights=weights)]
 
@@ -108,6 +111,8 @@ class PoolingExecutor:
             for row, values in enumerate(found)
             if np.isfinite(values).all()
         }
+        if len(pooled) < len(found):
+            self._model.forget()
         self._results.append(StepResult([0] * len(step.slots), pooled=pooled))
 
     def finish(self) -> StepResult:

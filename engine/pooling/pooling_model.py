@@ -25,6 +25,7 @@ from engine.compute.fixed_blocks import FixedBlocks, LargeBlocks
 from engine.model.checkpoint import ModelInfo
 from engine.model.errors import CheckpointError
 from engine.pooling.detection import OFFSET_POSITIONS, SEQUENCE, TOKENS
+from engine.pooling.native_stack import NativeStack
 from engine.pooling.packed_attention import IMPLEMENTATION, UnknownAttention, packed, register
 from engine.pooling.sentence_files import read_sentence_files
 from engine.pooling_params import PoolingParams
@@ -87,22 +88,19 @@ class PoolingModel:
         """Whether a decoder was trained as an encoder (``is_causal`` in config.json)."""
         self.packs = False
         """Whether sequences are computed together."""
+        self.native: NativeStack | None = None
+        """Native layers; None: they are computed by torch."""
+        self.num_parameters, self.weight_bytes = self._sizes()
+        """Numbers of all weights, and their bytes."""
         self._try()
 
     def __repr__(self) -> str:
         return f"<PoolingModel {type(self._module).__name__}, {self.facts.convert}, packs={self.packs}>"
 
-    @property
-    def num_parameters(self) -> int:
-        """Numbers of all weights."""
+    def _sizes(self) -> tuple[int, int]:
         parts = {id(each): each for part in (self._module, self._base) for each in part.parameters()}
-        return sum(each.numel() for each in parts.values())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        parts = {id(each): each for part in (self._module, self._base) for each in part.parameters()}
-        return sum(each.numel() * each.element_size() for each in parts.values())
+        numbers = [(each.numel(), each.element_size()) for each in parts.values()]
+        return sum(number for number, _ in numbers), sum(number * size for number, size in numbers)
 
     def answers(self, inputs: Sequence[PooledInput]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Answers to the inputs of a step, in float32; their numbers may be not finite."""
@@ -111,6 +109,18 @@ class PoolingModel:
                 self._answer(each, states).float().contiguous().numpy()
                 for each, states in zip(inputs, self._states(inputs), strict=True)
             ]
+
+    @property
+    def way(self) -> str:
+        """How texts are computed, for the log."""
+        if self.native is not None:
+            return f"packed without padding, {self.native.kind}"
+        return "packed without padding" if self.packs else "one after the other"
+
+    def forget(self) -> None:
+        """Keep nothing of texts whose numbers were not finite."""
+        if self.native is not None:
+            self.native.clear()
 
     # ---- states of tokens
 
@@ -121,12 +131,14 @@ class PoolingModel:
         return [self._call([each])[0] for each in inputs]
 
     def _packed(self, inputs: Sequence[PooledInput]) -> list[torch.Tensor]:
-        lengths = [len(each.token_ids) for each in inputs]
-        ends = np.cumsum(lengths).tolist()
+        order = sorted(range(len(inputs)), key=lambda number: len(inputs[number].token_ids))
+        some = [inputs[number] for number in order]
+        ends = np.cumsum([len(each.token_ids) for each in some]).tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         with packed(bounds, sees_all=self._sees_all):
-            states = self._call(inputs)[0]
-        return [states[begin:end] for begin, end in bounds]
+            states = self._call(some)[0]
+        found = {number: states[slice(*each)] for number, each in zip(order, bounds, strict=True)}
+        return [found[number] for number in range(len(inputs))]
 
     def _call(self, inputs: Sequence[PooledInput]) -> torch.Tensor:
         """[1, tokens, width] states of all inputs' tokens in one row."""
@@ -236,10 +248,34 @@ class PoolingModel:
         """
         inputs = [self._made_up(number, length) for number, length in enumerate(TRIAL_LENGTHS)]
         own = [self._run([each])[0] for each in inputs]
-        if (problem := self._try_packed(inputs, own)) is not None:
+        problem = self._try_packed(inputs, own)
+        if problem is not None:
             logger.info("sequences of a step are computed one after the other: %s", problem)
             _use_own_attention(self._module, self._base)
             self.packs = False
+            return
+        self._try_native(inputs, own)
+
+    def _try_native(self, inputs: list[PooledInput], own: list[torch.Tensor]) -> None:
+        """Compute the layers natively if that gives what torch gives."""
+        native = NativeStack.of(self._base, self._dtype, sees_all=self._sees_all)
+        if native is None:
+            return
+        for window in sorted(native.windows):  # texts that reach beyond it
+            inputs = [*inputs, self._made_up(len(inputs), window + TRIAL_LENGTHS[1])]
+            own = [*own, self._run(inputs[-1:])[0]]
+        native.put_in()
+        alone, beside = [self._run([each])[0] for each in inputs], self._run(inputs)
+        if not all(map(torch.equal, alone, beside)):
+            problem = "bits depend on what is packed beside"
+        elif not all(map(self._is_close, alone, own)):
+            problem = "results differ from those of torch"
+        else:
+            self.native = native
+            native.let_go()
+            return
+        logger.warning("pooling: layers are not computed natively: %s", problem)
+        native.take_out()
 
     def _try_packed(self, inputs: Sequence[PooledInput], own: Sequence[torch.Tensor]) -> str | None:
         """Compare packed sequences with transformers' own attention; returns why they are not packed."""
@@ -255,13 +291,12 @@ class PoolingModel:
             return f"{type(error).__name__}: {error}"
         if not all(map(torch.equal, alone, beside)):
             return "bits depend on what is packed beside"
-        for found, wanted in zip(alone, own, strict=True):
-            if (
-                not self._sees_all
-                and (found - wanted).abs().max() > TOLERANCE[self._dtype] * wanted.abs().max()
-            ):
-                return "results differ from those of transformers' own attention"
+        if not self._sees_all and not all(map(self._is_close, alone, own)):
+            return "results differ from those of transformers' own attention"
         return None
+
+    def _is_close(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return bool((found - wanted).abs().max() <= TOLERANCE[self._dtype] * wanted.abs().max())
 
     def _run(self, inputs: Sequence[PooledInput]) -> list[torch.Tensor]:
         with torch.inference_mode(), self._blocks:

@@ -86,6 +86,8 @@ class Attention:
     """
     modules: tuple[Any, ...] = ()
     """Linear layers: of queries, keys and values, then the one behind the heads."""
+    sees_all: bool = False
+    """Whether queries see keys on both sides, as far as the window reaches on each."""
     keeps_latents: bool = False
     """Whether the latents of keys are cached instead of keys and values.
 

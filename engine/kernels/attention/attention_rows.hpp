@@ -45,15 +45,18 @@ class Room {
 // What ATTEND is given: in: what qkv leaves; out [tokens, or those selected, heads * value_dim]; a heads, b kv_heads, c dim, n value_dim, d window
 // or 0; number: scale; extra: keys, weights: values; codes, scales: how these are kept; more: a logit for each head that joins the
 // softmax, or none; cap: scores are cap * tanh(score / cap), 0 for none; factors: what queries are multiplied by, by position, or none.
-// groups: in so many tasks are the queries of a KV head; each counts as a KV head in b.
+// groups: in so many tasks are the queries of a KV head; each counts as a KV head in b. SEES_ALL: queries see the keys behind them, too, to
+// the end of their row of the step, or as many of them as the window has before them.
 struct AttentionShape {
     int64_t heads, kv_heads, group, dim, value_dim, window;
     float scale, cap;
     const float *sinks, *factors;
+    bool sees_all;
 
     explicit AttentionShape(const Operation& op)
         : heads(op.a), kv_heads(op.b), group(op.a / op.b), dim(op.c), value_dim(op.n), window(op.d), scale(float(op.number)),
-          cap(float(op.cap)), sinks(static_cast<const float*>(op.more)), factors(op.factors) {}
+          cap(float(op.cap)), sinks(static_cast<const float*>(op.more)), factors(op.factors),
+          sees_all(op.flags & SEES_ALL) {}
 };
 
 // Some queries of a row of the step, which follow one another, and a KV head.
@@ -62,6 +65,7 @@ struct AttentionTask {
     int64_t keys_of = 0;                                    // KV head in the cache
     int64_t place = 0;                                      // row of the first one's result
     int64_t position = 0;                                   // of the first one
+    int64_t length = 0;                                     // of the row, with what was there before this step
     int64_t begin = 0;                                      // the first block of keys that they look at
     std::vector<int64_t> numbers;                           // of the blocks from there on, in the cache; one at least
 
@@ -70,6 +74,11 @@ struct AttentionTask {
 };
 
 inline int64_t num_tasks_of(const Operation& op, const Step& step) { return op.flags & SELECTED ? step.num_chosen_tasks : step.num_tasks; }
+
+// The last key that a query at a position sees.
+inline int64_t last_seen(bool sees_all, int64_t position, int64_t length, int64_t window) {
+    return !sees_all ? position : window > 0 ? std::min(length - 1, position + window - 1) : length - 1;
+}
 
 // The task of this number of those of an operation.
 inline void look_up(const Operation& op, const Step& step, int64_t number, AttentionTask& task) {
@@ -82,7 +91,8 @@ inline void look_up(const Operation& op, const Step& step, int64_t number, Atten
     const int64_t groups = std::max<int64_t>(1, op.groups);
     task.keys_of = task.kv_head / groups;
     task.position = step.starts[task.row] + task.first;
-    int64_t behind = (task.position + task.queries - 1) / LANES + 1, sub = step.block_size / LANES;
+    task.length = step.starts[task.row] + step.counts[task.row];
+    int64_t behind = last_seen(op.flags & SEES_ALL, task.position + task.queries - 1, task.length, window) / LANES + 1, sub = step.block_size / LANES;
     task.begin = window > 0 ? std::max<int64_t>(0, task.position - window + 1) / LANES : 0;
     const int32_t* table = step.tables + task.row * step.table_width;
     task.numbers.clear();
@@ -193,6 +203,7 @@ struct Slab {
     float* totals;                // [the same, 16] of weights
     float* peaks;                 // the greatest score so far, times log2(e)
     int64_t at[SLAB];             // positions
+    int64_t until[SLAB];          // the last key that each sees
     float scales[SLAB];           // of scores
 
     explicit Slab(const AttentionShape& shape) : shape(shape), query_pitch(pitch_of<Input<T>>(shape.dim)) {
@@ -216,6 +227,7 @@ struct Slab {
             else
                 for (int64_t i = 0; i < shape.dim; i += LANES) Input<T>::store(to + i, T::load(from + i, Mask(0xffff)), Mask(0xffff));
             at[row] = task.position + query;
+            until[row] = last_seen(shape.sees_all, at[row], task.length, shape.window);
             scales[row] = shape.factors == nullptr ? shape.scale : shape.scale * shape.factors[at[row]];
             store(totals + row * LANES, only(Mask(shape.sinks != nullptr), filled(1.f)));
             peaks[row] = shape.sinks == nullptr ? NO_PEAK : shape.sinks[head] * LOG2_E;
@@ -265,7 +277,7 @@ struct Pass {
     // Goes on with these rows, and the blocks of a tile that one of them sees; false if there are none.
     bool take(Share rows, Blocks tile) {
         first = rows.begin, count = int(rows.size());
-        Blocks seen = blocks_seen(slab.at[first], slab.at[first + count - 1], slab.shape.window);
+        Blocks seen = blocks_seen(slab.at[first], slab.until[first + count - 1], slab.shape.window);
         blocks = tile.within(seen);
         is_first = blocks.begin == seen.begin;
         line_begin = blocks.begin * LANES;
@@ -292,13 +304,13 @@ struct Pass {
         alignas(64) float peaks[FILLED], scales[FILLED];
         for (int row = 0; row < count; ++row) {
             float* line = scores + row * SCORE_PITCH;
-            int64_t at = slab.at[first + row] - line_begin;
+            const int64_t at = slab.at[first + row] - line_begin, until = slab.until[first + row] - line_begin;
             if (kept.has_scales())
                 for (int64_t key = 0; key < length; key += LANES)
                     store(line + key, load(line + key) * load(kept.scales_of_keys(line_begin + key)));
             scales[row] = capped(line, length, slab.scales[first + row]);
             if (window > 0) hide(line, 0, std::min(length, at - window + 1));
-            hide(line, std::max<int64_t>(0, at + 1), length);
+            hide(line, std::max<int64_t>(0, until + 1), length);
             Floats most = load(line);
             for (int64_t key = LANES; key < length; key += LANES) most = maximum(most, load(line + key));
             peaks[row] = greatest_of(most) * scales[row];

@@ -11,7 +11,7 @@ import torch
 from engine.kernels.adapters.sites import Site
 from engine.kernels.attention.attention import APART, ATTENDED, LATENT, PROJECTED, Attention
 from engine.kernels.attention.latent import Latents
-from engine.kernels.core.operations import CENTRED, NORM_LAST, QUERIES_ONLY, WITHIN, OperationKind
+from engine.kernels.core.operations import CENTRED, NORM_LAST, QUERIES_ONLY, SEES_ALL, WITHIN, OperationKind
 from engine.kernels.exchange.sums import norm_parts
 from engine.kernels.lowering.parts import KeptNumbers, Packing
 from engine.kernels.lowering.product import Product, Rows
@@ -103,7 +103,7 @@ class PackedAttention:
             number=attention.scale,
             cap=attention.cap,
             factors=None if attention.factors is None else writer.facts.tables[attention.factors],
-            flags=writer.rows | alone | within,
+            flags=writer.rows | alone | within | (SEES_ALL if attention.sees_all else 0),
             b=cached.kv_heads * groups,
             groups=groups,
             **shape,

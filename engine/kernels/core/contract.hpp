@@ -183,7 +183,7 @@ struct Operation {
     const void* added;     // an AdapterSite, of what is added to a product's sums behind the bias, or none
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
-                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048, ACTIVATED = 4096;
+                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048, ACTIVATED = 4096, SEES_ALL = 8192;
 
 constexpr int64_t BOTH = 2;  // norms over all heads: of queries, and of keys
 

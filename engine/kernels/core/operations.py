@@ -15,12 +15,14 @@ ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
 QUANTIZED, WIDE, ROUNDED, QUERIES_ONLY, WITHIN, ACTIVATED = 128, 256, 512, 1024, 2048, 4096
+SEES_ALL = 8192
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
 tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
 float32 whatever the step's type; multiply inputs that were rounded to 8 bits; have queries, but no keys and
-values; have values that are the end of keys, or gates that are what they open; apply SiLU to sums.
+values; have values that are the end of keys, or gates that are what they open; apply SiLU to sums; have
+queries that see keys on both sides.
 """
 
 _OPERATION = np.dtype(

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 from coordinator.pooled_model import PoolingTask
 from engine.compute.fixed_blocks import FixedBlocks, LargeBlocks
 from engine.config.pooling import PoolingConfig
+from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.pooling.detection import as_pooling, find_pooling
 from engine.pooling.pooling_model import PooledInput, PoolingModel
@@ -82,6 +83,7 @@ def compare(directory: Path, model: PoolingModel, lengths: Sequence[int]) -> Non
 def test_embeddings_are_those_of_transformers_alone_and_in_batches(tmp_path: Path, shape: str) -> None:
     model = load(make_checkpoint(tmp_path, shape), runner="pooling")
     assert model.packs == (shape in PACKED)
+    assert (model.native is not None) == (shape in PACKED - {"albert"} and library.load() is not None)
     compare(tmp_path, model, LENGTHS)
 
 
