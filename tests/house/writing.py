@@ -47,16 +47,30 @@ OF_PERSONS = re.compile(
 MOST_WORDS_OF_SENTENCE = 25
 
 
+def definitions(
+    node: ast.AST,
+) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """A module and all classes and functions in it.
+
+    Expressions are not walked, which are most of a tree.
+    """
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inside = getattr(node, name, ())
+        for each in inside if isinstance(inside, list) else ():
+            yield from definitions(each)
+
+
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, those of attributes included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node):
-                yield node.body[0].lineno, text
-            for before, after in zip(node.body, node.body[1:], strict=False):
-                match before, after:
-                    case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
-                        yield after.lineno, text
+    for node in definitions(tree):
+        if text := ast.get_docstring(node):
+            yield node.body[0].lineno, text
+        for before, after in zip(node.body, node.body[1:], strict=False):
+            match before, after:
+                case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
+                    yield after.lineno, text
 
 
 def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -69,13 +83,14 @@ def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def wrong_in(path: Path) -> Iterator[str]:
     """What is written against the rules in one file, by line."""
     tree = ast.parse(path.read_text())
-    for line, text in docstrings(tree):
+    documented = list(docstrings(tree))
+    for line, text in documented:
         first = text.strip().split("\n")[0]
         if len(first.split()) > MOST_WORDS:
             yield f"{path.relative_to(ROOT)}:{line}: {len(first.split())} words in the first line of a docstring: {first}"
         if first.startswith("Of "):
             yield f"{path.relative_to(ROOT)}:{line}: a docstring begins with 'Of': {first}"
-    for line, text in docstrings(tree) if path.is_relative_to(ROOT / "tests") else strings(tree):
+    for line, text in documented if path.is_relative_to(ROOT / "tests") else strings(tree):
         if found := FORBIDDEN.search(text):
             yield f"{path.relative_to(ROOT)}:{line}: {found[0]!r}"
 

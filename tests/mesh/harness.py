@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -31,11 +32,23 @@ from engine.host.forked import Forked, ForkServer, Unforked, is_possible, module
 START_TIMEOUT = 120.0
 
 
+FIRST_PORT, LAST_PORT = 10_000, 29_999
+"""Ports of tests.
+
+They are below those that systems give to connections, which could take one before a test binds it.
+"""
+
+_ports = random.Random(os.getpid()).sample(range(FIRST_PORT, LAST_PORT + 1), LAST_PORT + 1 - FIRST_PORT)
+"""Those left, in an order of this process: several test at once."""
+
+
 def free_port() -> int:
-    """A port that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no process listens on now; another one each time."""
+    while True:
+        port = _ports.pop()
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 BUSY = 3

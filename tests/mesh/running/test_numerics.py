@@ -79,8 +79,8 @@ class Got:
         return self.ids, self.text, self.logprobs
 
 
-NUM_TOKENS = 900
-"""So many that the first request still runs when the last one begins."""
+NUM_TOKENS = 1900
+"""So many that the first request still runs when an instance is killed."""
 COMMON = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
 SEEDED = COMMON | {"prompt": "It was a dark", "seed": 7, "temperature": 0.9, "logprobs": 1}
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
