@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coordinator.messages import AdapterSource
 from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import AdapterError, check_place, settled
+from engine.adapters.torch_sites import TorchSites
+from engine.attention.base import Int64s, PackedRows
 from engine.config.lora import LoraConfig
 from engine.kernels.adapters.sites import TAG_DIGITS, AdapterRoom, LowRank, SiteKey, Sites, keys_of
 from engine.model.sharding.shard import PassThrough
@@ -25,13 +29,14 @@ logger = logging.getLogger(__name__)
 class HeldAdapters:
     """Adapters of one worker, by their digest."""
 
-    def __init__(self, model: LoadedModel, sites: Sites, allowed: str | None = None) -> None:
-        """``model``: it, or this worker's shard of it; ``sites``: places in its native program.
+    def __init__(self, model: LoadedModel, sites: Sites | TorchSites, allowed: str | None = None) -> None:
+        """``model``: it, or this worker's shard; ``sites``: of its layers, or its native program.
 
         ``allowed``: directory that adapters must be in whose digest is not known; None: any.
         """
         self._allowed = allowed
         self._model, self._sites = model, sites
+        self._spread = sites if isinstance(sites, Sites) and sites.spread_keys else None
         elsewhere = {id(part) for part in model.module.modules() if isinstance(part, PassThrough)}
         self._names = {name: key for name, key in keys_of(model.module).items() if key[0] not in elsewhere}
         self._parts: dict[str, dict[SiteKey, LowRank]] = {}
@@ -67,19 +72,20 @@ class HeldAdapters:
     def drop(self, digests: Collection[str]) -> None:
         """Forget adapters that no request has."""
         for digest in digests:
-            if self._parts.pop(digest, None) is not None and self._sites.spread_keys:
-                self._sites.let_go(tag_of(digest))
+            if self._parts.pop(digest, None) is not None and self._spread is not None:
+                self._spread.let_go(tag_of(digest))
 
     def _read(self, source: AdapterSource) -> None:
         adapter = read_adapter(source, self._whole(), self._sites.room.rank)
         parts = self._placed(source, adapter)
         settled(source)  # else what was read may have another digest
-        if spread := self._sites.spread_keys:
+        if self._spread is not None:
             if tag_of(source.digest) in map(tag_of, self._parts):
                 raise AdapterError(
                     f"adapter {source.name} has nearly the digest of another one: change a number"
                 )
-            self._sites.hold(tag_of(source.digest), {key: parts.pop(key) for key in spread & parts.keys()})
+            keys = self._spread.spread_keys & parts.keys()
+            self._spread.hold(tag_of(source.digest), {key: parts.pop(key) for key in keys})
         self._parts[source.digest] = parts
         num_bytes = sum(part.a.nbytes + part.b.nbytes for part in adapter.parts.values())
         logger.info(
@@ -99,9 +105,10 @@ class HeldAdapters:
         here = {name: part for name, part in adapter.parts.items() if name in names}
         other = next((name for name in here if names[name] not in places), None)
         if other is not None:
+            experts = "" if isinstance(self._sites, TorchSites) else "experts, "
             raise AdapterError(
                 f"adapter {source.name} adapts {other}: of this model, adapters of embedding, attention's "
-                "projections, MLPs, experts, and the output layer are served"
+                f"projections, MLPs, {experts}and the output layer are served"
             )
         return {names[name]: self._cut(name, part) for name, part in here.items()}
 
@@ -127,8 +134,14 @@ class HeldAdapters:
         if self._in_use.get(number) == digest:
             return
         self._in_use.pop(number, None)
-        self._sites.put(number, self._parts[digest], tag_of(digest) if self._sites.spread_keys else 0)
+        self._sites.put(number, self._parts[digest], 0 if self._spread is None else tag_of(digest))
         self._in_use[number] = digest
+
+    def step(self, packed: PackedRows, wanted: Int64s) -> AbstractContextManager[None]:
+        """Context in which torch computes a step; ``wanted``: indices of the tokens with logits."""
+        if packed.adapters is None or not isinstance(self._sites, TorchSites):
+            return contextlib.nullcontext()
+        return self._sites.step(np.repeat(packed.adapters, packed.counts), wanted)
 
 
 READ_AHEAD = 8
@@ -147,7 +160,9 @@ def adapter_room(config: LoraConfig) -> AdapterRoom | None:
     return AdapterRoom(config.max_loras, config.max_lora_rank, config.max_cpu_loras + READ_AHEAD)
 
 
-def held_adapters(config: LoraConfig, model: LoadedModel, sites: Sites | None) -> HeldAdapters | None:
+def held_adapters(
+    config: LoraConfig, model: LoadedModel, sites: Sites | TorchSites | None
+) -> HeldAdapters | None:
     """The adapters of the settings, read for a model; None without room for any.
 
     Raises:

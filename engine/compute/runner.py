@@ -325,16 +325,18 @@ class ModelRunner:
         ids = upload(input_ids, device)
         if followed is not None:
             followed.fill(ids)
-        words = {"input_ids": ids.unsqueeze(0)} if given is None else self._embedded(ids, given)
-        return self._model.stage.forward(
-            self._model.module,
-            hidden,
-            **words,
-            position_ids=upload(packed.positions, device).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=upload(wanted, device),
-            **{PLAN_KEYWORD: self._cache.plan(packed)},
-        )
+        adapting = contextlib.nullcontext() if self._adapters is None else self._adapters.step(packed, wanted)
+        with adapting:
+            words = {"input_ids": ids.unsqueeze(0)} if given is None else self._embedded(ids, given)
+            return self._model.stage.forward(
+                self._model.module,
+                hidden,
+                **words,
+                position_ids=upload(packed.positions, device).unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=upload(wanted, device),
+                **{PLAN_KEYWORD: self._cache.plan(packed)},
+            )
 
     def _embedded(self, ids: torch.Tensor, given: torch.Tensor) -> dict[str, torch.Tensor]:
         """Embeddings of tokens [n], and given rows for ids below 0."""

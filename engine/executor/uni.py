@@ -16,6 +16,7 @@ import torch
 from coordinator.messages import MemoryPart
 from coordinator.numerics import TORCH, Arithmetic
 from engine.adapters.held import HeldAdapters, adapter_room, held_adapters
+from engine.adapters.torch_sites import make_sites
 from engine.attention import make_attention
 from engine.attention.base import (
     PLAN_KEYWORD,
@@ -261,8 +262,12 @@ class UniExecutor(SpreadShard):
         is_wanted = self._config.scheduler.async_scheduling is not False
         self.runs_ahead = self.computes_apart and is_wanted and model.states is None
         self.in_flight = 1 + self.runs_ahead
+        if room := adapter_room(self._config.lora):
+            sites = make_sites(model, room, self._make_cache, block_size)
+            self.adapters = held_adapters(self._config.lora, model, sites)
+        by_row = self._fixed is not None
         self._runner = ModelRunner(
-            model, cache, block_size, graphs=graphs, row_by_row=self._fixed is not None
+            model, cache, block_size, graphs=graphs, row_by_row=by_row, adapters=self.adapters
         )
         self._runner.images = self._images
         self._attention = cache.use
@@ -363,10 +368,10 @@ class UniExecutor(SpreadShard):
                 "--speculative-config: draft models propose for models that the native kernels compute, and "
                 f"{self._info.architecture} is computed by torch here, as the log says: draft by ngram"
             )
-        if self._program is None and self._config.lora.enable_lora:
+        if self._program is None and self._config.lora.enable_lora and self._shard.size > 1:
             raise CheckpointError(
-                f"--enable-lora: adapters are computed by the native kernels, which do not compute "
-                f"{self._info.architecture} here, as the log says: leave it out"
+                f"--enable-lora with -tp: parts of adapters are computed by the native kernels, which do not "
+                f"compute {self._info.architecture} here, as the log says: leave one of the two out"
             )
 
     def _make_cache(self, num_blocks: int, memory: SharedCache | None = None) -> PagedAttention:

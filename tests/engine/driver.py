@@ -20,6 +20,8 @@ class Driven:
     num_prompt: int
     params: SamplingParams
     seed: int
+    adapter: int = 0
+    adapter_digest: str = ""
     computed: int = 0
     num_blocks: int = 0
     admitted: bool = False
@@ -50,10 +52,10 @@ class Driver:
         seed: int = 0,
         output: tuple[int, ...] = (),
         slot: int | None = None,
+        adapter: tuple[int, str] = (0, ""),
     ) -> Driven:
-        request = Driven(
-            len(self.slots) if slot is None else slot, [*prompt, *output], len(prompt), params, seed
-        )
+        slot = len(self.slots) if slot is None else slot
+        request = Driven(slot, [*prompt, *output], len(prompt), params, seed, *adapter)
         self.slots.append(request)
         return request
 
@@ -72,6 +74,8 @@ class Driver:
                         request.params,
                         request.seed,
                         stop_ids,
+                        request.adapter,
+                        request.adapter_digest,
                     )
                 )
             end = request.computed + count

@@ -1,6 +1,6 @@
 """Runner of the planted bugs: each must fail its tests, else the run fails.
 
-``python -m tests.mutations [--area balance] [--list]``. The project is copied into a temporary folder, so the
+``python -m tests.mutations [--area balance] [--only PART] [--list]``. The project is copied into a temporary folder, so the
 checkout stays as it is. The named tests must pass there first. Then one bug after the other is planted, its
 tests run, and the file is restored. The table of scores goes to ``build/mutations.md``.
 """
@@ -11,6 +11,7 @@ import argparse
 import enum
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ RUN_LIMIT = 300.0
 """Seconds that all tests of one bug may take."""
 FIRST_LIMIT = 1800.0
 """Seconds that all named tests may take without a bug."""
+RAN = re.compile(r"\d (passed|failed|error)")
+"""Part of pytest's last line if a test ran. A kernel that does not compile in time skips its tests."""
 TABLE = ROOT / "build" / "mutations.md"
 
 
@@ -40,7 +43,7 @@ class Verdict(enum.StrEnum):
     STALE = "not applicable"
     """Its file has another text by now: the page is to be mended."""
     CRUDE = "no test ran"
-    """Not even the tests' modules could be loaded, or they took too long."""
+    """Not even the tests' modules could be loaded, they took too long, or all were skipped."""
 
 
 class Run(NamedTuple):
@@ -63,7 +66,7 @@ class Run(NamedTuple):
 
 def verdict_on(run: Run, tests: Iterable[str]) -> Verdict:
     """Whether all of the tests that were named have found the bug."""
-    if run.status not in (0, 1):
+    if run.status not in (0, 1) or (" skipped" in run.output and not RAN.search(run.output)):
         return Verdict.CRUDE
     return Verdict.KILLED if all(map(run.failed, tests)) else Verdict.SURVIVED
 
@@ -131,9 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
     known = areas()
     parser.add_argument("--area", choices=sorted(known), action="append", help="only bugs of this area")
+    parser.add_argument("--only", default="", help="only bugs whose description has this part")
     parser.add_argument("--list", action="store_true", help="print the bugs, and plant none")
     chosen = parser.parse_args(argv)
-    bugs = {area: each for area, each in known.items() if not chosen.area or area in chosen.area}
+    bugs = {
+        area: [bug for bug in each if chosen.only in bug.breaks]
+        for area, each in known.items()
+        if not chosen.area or area in chosen.area
+    }
     if chosen.list:
         for area, each in bugs.items():
             print(f"{area}:", *(f"  {bug.breaks} ({bug.file})" for bug in each), sep="\n")

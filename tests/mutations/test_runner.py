@@ -23,6 +23,8 @@ TEST = "test_sums.py::test_three"
         (1, f"FAILED {TEST}_and_more - assert 4 == 3", Verdict.SURVIVED),
         (2, f"ERROR {TEST} - SyntaxError", Verdict.CRUDE),
         (5, "no tests ran", Verdict.CRUDE),
+        (0, "7 skipped, 5 deselected in 2.1s", Verdict.CRUDE),
+        (0, "1 passed, 7 skipped in 2.1s", Verdict.SURVIVED),
         (None, "", Verdict.CRUDE),
     ],
 )
