@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from engine.gpu import fused_layers
 from engine.gpu.fused_layers import are_alike, random_rows
-from engine.gpu.grouped_experts import FEW_TOKENS
+
+ROUTED_TOKENS = 32
+"""Tokens up to which a kernel chooses: those up to which a layer's products are ours."""
 
 
 class FewRouter:
@@ -17,7 +19,7 @@ class FewRouter:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.most_rows = FEW_TOKENS
+        self.most_rows = ROUTED_TOKENS
         """Tokens up to which a kernel chooses."""
 
     def __call__(self, hidden_states: torch.Tensor, *rest: Any, **more: Any) -> Any:

@@ -164,14 +164,14 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str, rows
         ("dense", (9, 0), "plain", ROWS, 7),
         ("dense", (9, 0), "plain", MANY, 12),
         ("mixture", (9, 0), "plain", FEW, 11),
-        ("mixture", (9, 0), "plain", ROWS, 21),
+        ("mixture", (9, 0), "plain", ROWS, 16),
         ("mixture", (8, 0), "plain", FEW, 11),
-        ("mixture", (8, 0), "plain", ROWS, 19),
+        ("mixture", (8, 0), "plain", ROWS, 14),
         ("mixture", (8, 0), "plain", MANY, 21),
         ("dense", (9, 0), "int4", ROWS, 16),  # sums are cut, and their cuts added up
         ("dense", (9, 0), "W8A8", ROWS, 16),  # one more for each product, which rounds its inputs
-        ("mixture", (9, 0), "int4", ROWS, 23),
-        ("mixture", (8, 0), "W8A8", ROWS, 25),
+        ("mixture", (9, 0), "int4", ROWS, 18),
+        ("mixture", (8, 0), "W8A8", ROWS, 20),
     ],
 )
 def test_launches_per_layer(
