@@ -43,7 +43,7 @@ class Verdict(enum.StrEnum):
     STALE = "not applicable"
     """Its file has another text by now: the page is to be mended."""
     CRUDE = "no test ran"
-    """Not even the tests' modules could be loaded, they took too long, or all were skipped."""
+    """No module could be loaded, all tests were skipped, or time ran out."""
 
 
 class Run(NamedTuple):
