@@ -11,7 +11,7 @@ from engine.gpu import fused_layers
 from engine.gpu.fused_layers import are_alike, random_rows
 
 ROUTED_TOKENS = 32
-"""Tokens up to which a kernel chooses: those up to which a layer's products are ours."""
+"""Tokens up to which a kernel chooses, as many as layers' own products take."""
 
 
 class FewRouter:

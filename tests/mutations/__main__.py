@@ -31,7 +31,10 @@ RUN_LIMIT = 300.0
 FIRST_LIMIT = 1800.0
 """Seconds that all named tests may take without a bug."""
 RAN = re.compile(r"\d (passed|failed|error)")
-"""Part of pytest's last line if a test ran. A kernel that does not compile in time skips its tests."""
+"""Part of pytest's last line if a test ran.
+
+A kernel that does not compile in time skips its tests.
+"""
 TABLE = ROOT / "build" / "mutations.md"
 
 

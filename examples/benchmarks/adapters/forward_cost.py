@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""What eight low-rank adapters in a step add to the CPU time of a forward pass.
+r"""CPU time that eight low-rank adapters add to a forward pass.
 
     chrt -f 10 taskset -c 1 python examples/benchmarks/adapters/forward_cost.py build/models/dense-small
 
