@@ -3,7 +3,8 @@
 What a draft of a request may bring is guessed from prices (:mod:`engine.speculation.draft_prices`). Here is
 what counts in the end: seconds for a token of the whole step, all that drafting costs included, against those
 of steps without. Where drafts lose they are off. They are tried again when the steps since have made up for
-what the last try lost: a hundredth of their time is for that.
+what the last try lost: a hundredth of their time is for that, and half as much after each further try that
+loses.
 
 In lockstep a step lasts as long for all. So tokens of the other instances count, too: a draft that delays
 them must bring more than they lose.
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 SHARE = 0.01
 """Part of the time of steps without drafts that tries of drafts may lose."""
+MOST_HALVED = 3
+"""Times that this part is halved, by tries that lost in a row."""
 FIRST = 8
 """Steps with drafts before the first ones without are measured."""
 PLAIN = 4
@@ -91,6 +94,8 @@ class _Size:
         """Steps with drafts between measurements without."""
         self.credit = self.lost = 0.0
         """Seconds that a try may lose by now, and that the last one lost."""
+        self.num_lost = 0
+        """Tries that lost in a row."""
 
 
 class DraftTrials:
@@ -153,7 +158,7 @@ class DraftTrials:
             size.next_plain = min(LONGEST, 2 * size.next_plain)
         elif (plain := self._plain.seconds(rows)) is not None:
             loses = self._loss(size)
-            is_due = size.since % TRIED == 0 and size.checked > 0
+            is_due = size.since % TRIED == 0 and (size.checked > 0 or size.since >= MEMORY)
             if loses > MOST_LOST * plain or (is_due and loses > 0):
                 self._end(size, loses, plain)
 
@@ -181,15 +186,18 @@ class DraftTrials:
         assert plain is not None
         if (loses := self._loss(size)) > 0:
             self._end(size, loses, plain)
+        elif size.checked:
+            size.num_lost = 0
 
     def _end(self, size: _Size, loses: float, plain: float) -> None:
         """Turn drafts off, until what was lost is made up for."""
         size.is_on, size.plain_left, size.is_first = False, 0, True
         size.lost, size.credit = max(loses, plain), 0.0
+        size.num_lost += 1
 
     def _wait(self, size: _Size, seconds: float) -> None:
         """One more step without drafts; turn them on when a try is paid."""
-        size.credit += SHARE * seconds
+        size.credit += SHARE * seconds / (1 << min(size.num_lost - 1, MOST_HALVED))
         if size.credit >= size.lost:
             size.is_on, size.since, size.checked, size.next_plain = True, 0, 0, MEMORY
             size.steps.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -53,6 +54,38 @@ def test_drafts_that_bring_nothing_cost_little(rows: int, price: float, noise: f
     load = Load(rows, noise=noise)
     load.run(100, lambda _: 0.0, price)
     assert load.run(4000, lambda _: 0.0, price) > 1 - 1.5 * SHARE
+
+
+def test_tries_that_keep_losing_are_ever_rarer() -> None:
+    load = Load()
+    load.run(1000, lambda _: 0.0, 1.5)
+    assert load.run(20_000, lambda _: 0.0, 1.5) > 1 - SHARE / 4
+    begins = [step for step in range(1, 21_000) if load.drafted[step] and not load.drafted[step - 1]]
+    waits = [late - early for early, late in pairwise(begins)]
+    assert waits == sorted(waits)
+    assert waits[-1] > 3 * waits[0]
+    assert waits[-1] - waits[-2] < waits[0], "rarer only so far"
+
+
+def test_a_try_that_wins_makes_the_next_ones_as_frequent_as_at_first() -> None:
+    load = Load()
+    load.run(9000, lambda _: 0.0, 1.3)
+    while not load.trials.are_on(1):
+        load.run(1, lambda _: 1.0, 1.3)
+    load.run(200, lambda _: 1.0, 1.3)
+    assert load.trials.are_on(1)
+    load.run(60, lambda _: 0.0, 1.3)
+    assert not load.trials.are_on(1)
+    load.run(700, lambda _: 1.0, 1.3)
+    assert load.trials.are_on(1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_looking_where_nothing_is_found_costs_little(noise: float) -> None:
+    load = Load(noise=noise, follows=1_000_000)
+    load.run(100, lambda _: 0.0, 1.1)
+    assert load.run(10_000, lambda _: 0.0, 1.1) > 1 - SHARE
+    assert sum(load.drafted) < 1000
 
 
 def test_the_first_try_is_short() -> None:
