@@ -12,6 +12,7 @@ from engine.step import ModelFacts, Span, Step, StepResult
 if TYPE_CHECKING:
     from coordinator.messages import AdapterSource, GroupPlan, MemoryPart
     from coordinator.numerics import Arithmetic
+    from engine.prompt_images import PromptImage
     from engine.transfers.block_memory import CacheMemory
     from parallel.communicators.base import Communicator
     from parallel.links.counts import LinkCount
@@ -48,6 +49,18 @@ class CannotStart(RuntimeError):
     """
 
 
+class ImageEncoder(Protocol):
+    """Encoder of images beside the steps of an executor."""
+
+    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str], None]) -> None:
+        """Make the rows of an image, where steps find them; called between two steps.
+
+        ``num_rows``: those that its prompt has places for. ``done``: called from any thread, with why the
+        image cannot be encoded, or with an empty text.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Owns the workers of one instance. Calls are made in this order, from one thread."""
 
@@ -59,6 +72,11 @@ class Executor(Protocol):
     """Whether :meth:`begin` returns while others, or a device, compute."""
     has_workers: bool
     """Whether other processes compute, whose results it awaits no longer than it may."""
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        """Encoder of images, once there is a cache; None: the model takes none."""
+        ...
 
     @property
     def needs_tokens(self) -> bool:

@@ -1,4 +1,4 @@
-"""Admission of requests: refused, waiting for a grammar or for blocks, or queued."""
+"""Admission of requests: refused, waiting for a grammar, blocks or rows of images, or queued."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from coordinator.messages import PauseMode
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.config import SchedulerConfig
 from engine.core.cache_sharing import CacheSharing
+from engine.core.image_encoding import ImageEncoding
 from engine.core.pausing import Pausing
 from engine.messages import BATCH_PRIORITY, Prefetch, RequestRefused, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
@@ -63,7 +64,9 @@ class Admission:
         self.weights = ""
         """Version of the weights that blocks of new requests are named by."""
         self.grammars = GrammarCompiler(info)
+        self.images = ImageEncoding(info.image_token)
         self.pausing = Pausing()
+        sharing.queue = self._encode
 
     def __repr__(self) -> str:
         return f"<Admission, {self._arrivals} requests so far, {self.grammars!r}>"
@@ -77,7 +80,7 @@ class Admission:
     def is_quiet(self) -> bool:
         """The same without the requests that a pause holds back."""
         exchange = self._sharing.exchange
-        return not self.grammars and (exchange is None or not exchange.waiting)
+        return not (self.grammars or self.images) and (exchange is None or not exchange.waiting)
 
     @property
     def adapters_in_use(self) -> set[str]:
@@ -118,9 +121,15 @@ class Admission:
         else:
             self._queue(request)
 
-    def take_compiled(self) -> list[tuple[bytes, RequestRefused]]:
-        """Queue requests whose grammars are ready; returns refusals of failed ones."""
+    def take_ready(self) -> list[tuple[bytes, RequestRefused]]:
+        """Queue requests whose grammars or images are ready; returns refusals of failed ones."""
         refused = []
+        for request, problem in self.images.take():
+            peer, number = request.key
+            if problem:
+                refused.append((peer, RequestRefused(number, problem, retry=False)))
+            else:
+                self._scheduler.add(request)
         for compiled in self.grammars.take():
             peer, number = compiled.request.key
             if compiled.problem is None:
@@ -134,7 +143,8 @@ class Admission:
         """Forget a request that waits beside the scheduler; False if it does not."""
         exchange = self._sharing.exchange
         is_fetching = exchange is not None and exchange.forget(key)
-        return is_fetching or self.grammars.forget(key) or self.pausing.forget(key)
+        is_beside = is_fetching or self.grammars.forget(key) or self.images.forget(key)
+        return is_beside or self.pausing.forget(key)
 
     def requests_of(self, peer: bytes) -> list[int]:
         """Numbers of all requests of a router, in the scheduler and beside it."""
@@ -150,7 +160,7 @@ class Admission:
         """Requests that wait beside the scheduler."""
         exchange = self._sharing.exchange
         fetching = [] if exchange is None else exchange.waiting.requests
-        return [*self.grammars.requests, *self.pausing, *fetching]
+        return [*self.grammars.requests, *self.pausing, *fetching, *self.images.requests]
 
     def can_compute(self, wish: Prefetch) -> bool:
         """Whether the tokens of a request that is to move here fit this model."""
@@ -160,13 +170,25 @@ class Admission:
     def _knows(self, key: RequestKey) -> bool:
         exchange = self._sharing.exchange
         is_fetching = exchange is not None and key in exchange.waiting
-        is_beside = is_fetching or key in self.grammars or key in self.pausing
+        is_beside = is_fetching or key in self.grammars or key in self.pausing or key in self.images
         return is_beside or self._scheduler.queues.knows(key)
 
     def _queue(self, request: Request) -> None:
         """Queue a request, at once or when blocks of it have been fetched."""
         exchange = self._sharing.exchange
         if exchange is None or not exchange.takes(request):
+            self._encode(request)
+
+    def _encode(self, request: Request) -> None:
+        """Queue a request, at once or when its images have rows.
+
+        Those in cached blocks need none.
+        """
+        num_cached = 0
+        if request.images:
+            self._scheduler.prefixes.find(request)
+            num_cached, request.num_computed = request.num_computed, 0
+        if not self.images.takes(request, num_cached):
             self._scheduler.add(request)
 
     def _is_full(self, submit: Submit) -> bool:
@@ -179,7 +201,7 @@ class Admission:
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
         queued = self._scheduler.queues.num_queued_with(num_tokens) + self.grammars.num_under_way
-        queued += len(self.pausing)
+        queued += len(self.pausing) + self.images.num_under_way
         return queued > limits.max_num_queued_reqs or (
             most_tokens is not None and self._scheduler.queues.num_waiting_tokens >= most_tokens
         )

@@ -30,6 +30,8 @@ class CacheSharing:
         self._scheduler = scheduler
         self._block_size = block_size
         self._in_flight = in_flight
+        self.queue: Callable[[Request], None] = scheduler.add
+        """Called with each request whose blocks have come."""
         self.exchange: BlockExchange | None = None
         """Transfers of KV blocks; None: no block moves."""
         self.tier: FileTier | None = None
@@ -140,7 +142,7 @@ class CacheSharing:
         if self._publisher is not None:
             self._publisher.turn(self._scheduler.blocks_being_filled)
         for request in self.exchange.turn(self._scheduler.blocks_being_filled, find):
-            self._scheduler.add(request)
+            self.queue(request)
         if self.checks is not None:
             self.checks.drop_ended_spot_check(nothing_runs=not self._scheduler.queues.running)
             self._forget_checks()

@@ -66,6 +66,7 @@ class EngineCore:
             config.scheduler, info, max_model_len, self.scheduler, self.sharing, adapters,
             keeps_experts=place.keeps_experts,
         )  # fmt: skip
+        self._admission.images.encoder = executor.image_encoder
         self._steps = StepPipeline(executor, self.scheduler, self.sharing)
         self.reports = Reporting(
             config, place.at_once, self.scheduler, self.pool, self._admission, self.sharing, self._steps
@@ -143,9 +144,9 @@ class EngineCore:
             return True
         return not self.has_work and (self._steps.stands_still or self._admission.is_quiet)
 
-    def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
-        """Queue requests whose grammars are ready; returns refusals of failed ones."""
-        return self._admission.take_compiled()
+    def take_ready(self) -> list[tuple[Peer, RequestRefused]]:
+        """Queue requests whose grammars or images are ready; returns refusals of failed ones."""
+        return self._admission.take_ready()
 
     def prefetch(self, peer: Peer, wish: Prefetch) -> None:
         """Fetch the blocks of a request that is to move here; :meth:`take_fetched` has the answer."""

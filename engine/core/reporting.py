@@ -53,6 +53,10 @@ class Reporting:
         queues, totals = self._scheduler.queues, self._scheduler.totals
         waiting_tokens, uncached_tokens = queues.num_tokens_ahead
         running, waiting = len(queues.running), len(queues.waiting) + len(self._admission.grammars)
+        if encoding := self._admission.images:
+            waiting += len(encoding)
+            waiting_tokens += encoding.num_tokens
+            uncached_tokens += encoding.num_tokens
         blocks_used = self._pool.num_used
         exchange, checked, wrong = self._sharing.exchange, 0, 0
         if exchange is not None:

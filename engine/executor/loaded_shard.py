@@ -75,8 +75,9 @@ class LoadedShard:
         """
         self._new_weights: ShardWeights | None = None
         self._drafts: DraftModel | None = None
-        self._images: EncodedImages | None = None
         """Model that proposes tokens, where this worker answers; None: none does."""
+        self.image_encoder: EncodedImages | None = None
+        """See :class:`.Executor`."""
         self._kept = KeptForms((), None)
         """What the model keeps of requests."""
         self._on_torch = config.device.on_torch
@@ -130,7 +131,7 @@ class LoadedShard:
         on_torch = self._on_torch
         self._kept = kept_by_torch(model) if on_torch else kept_of(model, block_size, has_states=has_states)
         self._drafts = self._load_drafts(progress)
-        self._images = self._load_tower(progress)
+        self.image_encoder = self._load_tower(progress)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,

@@ -14,6 +14,7 @@ from coordinator.numerics import Arithmetic
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes
 from engine.model.checkpoint import ModelInfo
+from engine.prompt_images import PromptImage
 from engine.step import ModelFacts, Span, Step, StepResult
 
 # ---- engine -> worker
@@ -146,6 +147,15 @@ class DropAdapterFiles(msgspec.Struct, frozen=True, tag="drop_adapters"):
     digests: tuple[str, ...]
 
 
+class EncodeImage(msgspec.Struct, frozen=True, tag="encode_image"):
+    """Order to a worker of the first stage: encode an image beside the steps."""
+
+    number: int
+    image: PromptImage
+    num_rows: int
+    """Places that its prompt has for them."""
+
+
 ToWorker = (
     Begin
     | Meet
@@ -162,6 +172,7 @@ ToWorker = (
     | DiscardShard
     | ReadAdapterFiles
     | DropAdapterFiles
+    | EncodeImage
 )
 
 # ---- worker -> engine
@@ -276,6 +287,13 @@ class AdapterFilesRead(msgspec.Struct, frozen=True, tag="adapter_read"):
     problem: str = ""
 
 
+class ImageEncoded(msgspec.Struct, frozen=True, tag="image_encoded"):
+    """Report that the rows of an image are there, or why not."""
+
+    number: int
+    problem: str = ""
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Report that a worker has failed and ends."""
 
@@ -297,5 +315,6 @@ FromWorker = (
     | Spans
     | ShardPrepared
     | AdapterFilesRead
+    | ImageEncoded
     | WorkerFailed
 )

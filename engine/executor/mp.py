@@ -41,6 +41,7 @@ from engine.executor.messages import (
     TellSpans,
 )
 from engine.executor.mp_adapters import MpAdapters
+from engine.executor.mp_images import MpImages
 from engine.executor.mp_weights import MpWeights
 from engine.executor.shard_memory import ShardMemory, WorkerCache
 from engine.executor.worker_channels import WorkerChannels
@@ -97,6 +98,8 @@ class MpExecutor:
         """Preparation and switch of other weights, once there is a cache."""
         self.adapters: MpAdapters | None = None
         """Low-rank adapters in the workers' memory, once there is a cache; None: there are none."""
+        self.image_encoder: MpImages | None = None
+        """See :class:`.Executor`."""
         self._caches: list[CacheAt | None] = []
         self._num_slots: list[int] = []
         """Slots of each kind of piece, blocks first."""
@@ -220,6 +223,9 @@ class MpExecutor:
         if self._config.lora.enable_lora:
             self.adapters = MpAdapters(len(self._workers))
             self._channels.on_adapter = self.adapters.take_in
+        if self._info.image_token is not None:
+            self.image_encoder = MpImages(self._channels, self._workers[: self._layout[1]])
+            self._channels.on_image = self.image_encoder.take_in
         self._caches = [each.cache for each in allocated]
         self._num_slots = [num_blocks, num_states][: 1 + bool(num_states)]
 

@@ -32,6 +32,7 @@ from engine.executor.messages import (
     Computed,
     DiscardShard,
     DropAdapterFiles,
+    EncodeImage,
     Execute,
     FirstRun,
     Free,
@@ -40,6 +41,7 @@ from engine.executor.messages import (
     GiveBackMemory,
     GroupBroken,
     Hosting,
+    ImageEncoded,
     Join,
     Joined,
     Loaded,
@@ -266,6 +268,11 @@ class Worker:
             case DropAdapterFiles(digests):
                 assert executor.adapters is not None
                 executor.adapters.drop(digests)
+            case EncodeImage(number, image, num_rows):
+                assert executor.image_encoder is not None
+                executor.image_encoder.begin(
+                    image, num_rows, lambda problem: self._send(ImageEncoded(number, problem))
+                )
             case _:
                 raise AssertionError(f"{begin.name} got {message!r} while it serves")
 

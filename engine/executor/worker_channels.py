@@ -21,6 +21,7 @@ from engine.executor.ends import END_TIMEOUT, WorkerEnd
 from engine.executor.messages import (
     AdapterFilesRead,
     FromWorker,
+    ImageEncoded,
     Phase,
     ShardPrepared,
     ToWorker,
@@ -57,6 +58,8 @@ class WorkerChannels:
         """Called with each report on new weights."""
         self.on_adapter: Callable[[AdapterFilesRead], None] = lambda read: None
         """Called with each report on an adapter."""
+        self.on_image: Callable[[ImageEncoded], None] = lambda encoded: None
+        """Called with each report on an image."""
         self.are_serving = False
         """Whether all workers wait for steps, so that they end as soon as asked."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -219,6 +222,9 @@ class WorkerChannels:
                     continue
                 if isinstance(message, AdapterFilesRead):
                     self.on_adapter(message)
+                    continue
+                if isinstance(message, ImageEncoded):
+                    self.on_image(message)
                     continue
                 worker.inbox.append(message)
                 worker.spoke_at = time.monotonic()

@@ -30,6 +30,7 @@ class PoolingExecutor:
 
     needs_tokens = False
     has_workers = False
+    image_encoder = None
     computes_apart = False
     runs_ahead = False
     in_flight = 1

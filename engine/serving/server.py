@@ -51,7 +51,7 @@ class Server:
 
         The report to compare takes most of an idle turn.
         """
-        core.grammars.on_done = self._routers.listener.interrupt
+        core.grammars.on_done = core.admission.images.on_done = self._routers.listener.interrupt
         self.load_meter = LoadMeter(core.reports.capacity.num_blocks)
         self.turn = 0
         """Turns of the step loop so far; the step watch compares them."""
@@ -193,7 +193,7 @@ class Server:
                 break
             self._look_due = 0.0
             self._handle(*received)
-        for peer, refused in self._core.take_compiled():
+        for peer, refused in self._core.take_ready():
             self._routers.tell(peer, refused)
         self._tell_fetched()
         for peer, reset in self._core.sharing.take_resets():

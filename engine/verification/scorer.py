@@ -97,7 +97,7 @@ class Scorer:
             if (refusal := self._core.submit(PEER, submit)) is not None:
                 refused[index] = refusal.reason
         while not self._core.is_empty:
-            for _, refusal in self._core.take_compiled():
+            for _, refusal in self._core.take_ready():
                 refused[index_of[refusal.request]] = refusal.reason
             if not self._core.has_work:
                 time.sleep(GRAMMAR_PAUSE)

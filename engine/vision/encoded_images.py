@@ -1,18 +1,28 @@
-"""Rows of images, encoded when a step first reaches them."""
+"""Rows of images, encoded beside the steps or when one first reaches them."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.attention.base import Int64s
+from engine.host.background import be_nicer
+from engine.host.deep_thread import DeepThread
+from engine.host.memory import is_out_of_memory
+from engine.model.errors import first_line
 from engine.prompt_images import PromptImage
 from engine.vision.tower import ImageTower
 
+logger = logging.getLogger(__name__)
+
+NICENESS = 7
+"""Niceness of the thread that encodes: a sixth of a core beside busy steps."""
 MOST_BYTES = 256 << 20
 """Bytes of rows that are kept; the image used least lately goes first."""
 
@@ -31,8 +41,16 @@ class RowImages:
     count: int
 
 
+class WrongRows(ValueError):
+    """A number of rows that a prompt has no places for."""
+
+
 class EncodedImages:
-    """A tower, and the rows of images that it encoded lately."""
+    """A tower, and the rows of images that it encoded lately.
+
+    All are encoded in one thread of its own, also where a step waits for them: so none has the contexts of a
+    step, and the rows have the same bits in every case.
+    """
 
     def __init__(self, tower: ImageTower, placeholder: int, most_bytes: int = MOST_BYTES) -> None:
         """``placeholder``: the token that stands for each row."""
@@ -41,11 +59,21 @@ class EncodedImages:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._bytes = 0
+        self._changing = threading.Lock()
+        self._thread = DeepThread("images")
+        self._in_thread = threading.local()
         self.num_encoded = 0
         """Images that the tower was run for."""
 
     def __repr__(self) -> str:
         return f"<EncodedImages, {len(self._kept)} kept, {self.num_encoded} encoded>"
+
+    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str], None]) -> None:
+        """See :class:`engine.executor_contract.ImageEncoder`."""
+        if self._find(image.digest, num_rows) is not None:
+            done("")
+        else:
+            self._thread.submit(lambda: done(self._try(image, num_rows)))
 
     def place(self, rows: Sequence[RowImages], input_ids: Int64s) -> torch.Tensor | None:
         """What the stream begins with at placeholders of a step; None if it has none.
@@ -69,15 +97,53 @@ class EncodedImages:
         return torch.cat(parts) if parts else None
 
     def _rows_of(self, image: PromptImage, token_ids: Int64s) -> torch.Tensor:
-        found = self._kept.pop(image.digest, None)
-        if found is None:
-            found = self._tower.encode(image)
-            self.num_encoded += 1
-            self._bytes += found.nbytes
         wanted = int((token_ids[image.first : image.end] == self._placeholder).sum())
-        if len(found) != wanted:
-            raise ValueError(f"an image has {len(found)} rows for {wanted} placeholders")
-        self._kept[image.digest] = found
-        while self._bytes > self._most_bytes and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        found = self._find(image.digest, wanted)
+        return self._thread.submit(lambda: self._encode(image, wanted)).result() if found is None else found
+
+    def _find(self, digest: bytes, num_rows: int) -> torch.Tensor | None:
+        """Rows that are kept, if they are as many."""
+        with self._changing:
+            found = self._kept.get(digest)
+            if found is None or len(found) != num_rows:
+                return None
+            self._kept.move_to_end(digest)
+            return found
+
+    # ---- the thread
+
+    def _try(self, image: PromptImage, num_rows: int) -> str:
+        """Why an image cannot be encoded; empty if it is."""
+        try:
+            self._encode(image, num_rows)
+        except WrongRows as error:
+            return str(error)
+        except Exception as error:  # whatever an image does to transformers' code
+            if is_out_of_memory(error):
+                return "there is no memory to encode an image"
+            logger.warning("an image cannot be encoded", exc_info=True)
+            return f"an image cannot be encoded by this model: {first_line(error)}"
+        return ""
+
+    def _encode(self, image: PromptImage, num_rows: int) -> torch.Tensor:
+        """Rows of an image, kept if its prompt has as many places."""
+        if not hasattr(self._in_thread, "is_nicer"):
+            self._in_thread.is_nicer = True
+            be_nicer(NICENESS)
+        if (kept := self._find(image.digest, num_rows)) is not None:
+            return kept
+        found = self._tower.encode(image)
+        self.num_encoded += 1
+        if len(found) != num_rows:
+            raise WrongRows(
+                f"an image has {len(found)} rows in this model's encoder and {num_rows} placeholders in the "
+                f"prompt: the checkpoint's processor and its weights do not fit each other"
+            )
+        with self._changing:
+            if (before := self._kept.pop(image.digest, None)) is not None:
+                self._bytes -= before.nbytes
+            self._kept[image.digest] = found
+            self._bytes += found.nbytes
+            while self._bytes > self._most_bytes and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return found

@@ -93,10 +93,10 @@ def run(core: EngineCore, count: int, steps: int, grammar: str | None) -> list[f
         refused = core.submit(b"bench", Submit(number, str(number), prompt, params, seed=number))
         assert refused is None, refused
     while len(core.grammars):
-        refusals = core.take_compiled()
+        refusals = core.take_ready()
         assert not refusals, refusals
         time.sleep(0.001)
-    core.take_compiled()
+    core.take_ready()
     times = []
     for step in range(steps + 5):
         began = time.perf_counter()

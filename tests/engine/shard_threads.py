@@ -65,6 +65,7 @@ class ThreadedShards:
 
     computes_apart = runs_ahead = False
     has_workers = False
+    image_encoder = None
 
     def __init__(
         self,

@@ -40,6 +40,8 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
 class SimulatedExecutor:
     """Checks every step while it runs it."""
 
+    image_encoder = None
+
     def __init__(
         self,
         *,

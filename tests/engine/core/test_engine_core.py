@@ -142,7 +142,7 @@ def test_grammars_under_way_fill_the_queue_though_nobody_waits_for_them(core: En
     go_on.set()
 
     def has_room() -> bool:
-        assert core.take_compiled() == [], "all were forgotten"
+        assert core.take_ready() == [], "all were forgotten"
         return core.submit(PEER, submit(9)) is None
 
     until(has_room)
@@ -191,6 +191,7 @@ class Troubled:
     """Stepping and executor of which either may find the group broken at any step."""
 
     must_step = False
+    image_encoder = None
 
     def __init__(self, rng: random.Random, executor: SimulatedExecutor) -> None:
         self._rng = rng

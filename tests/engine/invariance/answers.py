@@ -183,7 +183,7 @@ def run(core: EngineCore, submits: Sequence[Submit], steps_between: int = 0) -> 
 
 def step(core: EngineCore, found: Answers, idle: Callable[[], None]) -> None:
     """One turn of :class:`engine.serving.server.Server`'s loop, without its sockets."""
-    assert core.take_compiled() == []
+    assert core.take_ready() == []
     if core.has_work:
         core.stepping.notice_work()
     if not core.has_work and not core.stepping.must_step:

@@ -163,7 +163,7 @@ def run(core: EngineCore, submits: Sequence[Submit]) -> dict[int, list[int]]:
     deadline = time.monotonic() + 120
     while not core.is_empty:
         assert time.monotonic() < deadline
-        assert core.take_compiled() == []
+        assert core.take_ready() == []
         if not core.has_work:
             time.sleep(0.001)
             continue
@@ -281,7 +281,7 @@ def test_others_run_while_a_grammar_is_compiled(alone: UniExecutor, directory: P
     assert core.submit(PEER, waits) is not None, "known though it waits"
     tokens = 0
     while core.has_work:
-        assert core.take_compiled() == []
+        assert core.take_ready() == []
         tokens += len(core.step().get(PEER, []))
     assert tokens == 12
     assert not core.is_empty
@@ -298,7 +298,7 @@ def run_to_end(core: EngineCore) -> None:
     deadline = time.monotonic() + 60
     while not core.is_empty:
         assert time.monotonic() < deadline
-        core.take_compiled()
+        core.take_ready()
         core.step()
         time.sleep(0.0005)
 
@@ -307,7 +307,7 @@ def refusal(core: EngineCore, grammar: str) -> str:
     params = SamplingParams(grammar=grammar)
     assert core.submit(PEER, Submit(1, "r", [5], params, 0)) is None
     deadline = time.monotonic() + 60
-    while not (refused := core.take_compiled()):
+    while not (refused := core.take_ready()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     ((_, told),) = refused

@@ -90,4 +90,4 @@ def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -
     found, counters = instance.answers(submits, How(together=False))
     assert found == alone
     assert counters.prefix_cache_hits == len(one.ids) // instance.block_size * instance.block_size
-    assert instance.executor._images.num_encoded <= 4, "an image was encoded for each request"
+    assert instance.executor.image_encoder.num_encoded <= 4, "an image was encoded for each request"
