@@ -99,6 +99,7 @@ def test_tests_of_kernels_are_found_with_these_packages(borrowed: Path) -> None:
     assert result["status"] == 0, result
 
 
+@pytest.mark.nightly
 def test_bits_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = borrowed / "results.json"
     arguments = ["--device", "cpu", "--tiny", "--output-json", str(output), "--without", "tests"]
@@ -111,6 +112,7 @@ def test_bits_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixture[str]) 
     assert "batch-invariant (" in capsys.readouterr().out, "the price of a step"
 
 
+@pytest.mark.nightly
 def test_speed_is_rehearsed_beside_another_checkout(
     borrowed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +128,7 @@ def test_speed_is_rehearsed_beside_another_checkout(
     assert "prompts before" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_long_contexts_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = borrowed / "results.json"
     arguments = [
@@ -149,6 +152,7 @@ def test_long_contexts_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixtu
     assert "3000 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_pretended_device_idles_less_where_steps_are_scheduled_ahead(borrowed: Path) -> None:
     output = borrowed / "host_share.json"
     command = [sys.executable, "-m", "examples.benchmarks.gpu.host_share", "--rows", "1", "8"]
@@ -161,6 +165,7 @@ def test_a_pretended_device_idles_less_where_steps_are_scheduled_ahead(borrowed:
         assert ahead["median_idle_ms"] < after["median_idle_ms"]
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh
 @pytest.mark.timeout(300)
 def test_deaths_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixture[str]) -> None:
