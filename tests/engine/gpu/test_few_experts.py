@@ -9,7 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.gpu import few_experts, fused_layers, grouped_experts
 from engine.gpu.few_experts import few_forward
-from engine.gpu.few_routers import fuse_routers
+from engine.gpu.few_routers import ROUTED_TOKENS, fuse_routers
 from engine.gpu.grouped_experts import FEW_ATTRIBUTE, FEW_TOKENS, each_expert, use_few_experts
 from tests.engine.gpu.families import own_functions_again
 from tests.engine.tiny_models import FAMILIES
@@ -77,7 +77,9 @@ def test_the_most_likely_experts_are_chosen(normalised: bool) -> None:
 def test_routers_of_few_tokens_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "DEVICES", {"cpu", "cuda"})
     model = make("qwen3_moe")
-    few, many = (torch.arange(count, device=DEVICE)[None] * 7 % 90 for count in (FEW_TOKENS, FEW_TOKENS + 1))
+    few, many = (
+        torch.arange(count, device=DEVICE)[None] * 7 % 90 for count in (ROUTED_TOKENS, ROUTED_TOKENS + 1)
+    )
     with torch.inference_mode():
         expected = [model(input_ids=ids, use_cache=False).logits for ids in (few, many)]
         assert fuse_routers(model) == len(layers_of(model))
@@ -90,7 +92,7 @@ def test_routers_of_few_tokens_are_one_launch(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(few_experts, "choose_experts", noted)
         found = [model(input_ids=ids, use_cache=False).logits for ids in (few, many)]
-    assert launched == [FEW_TOKENS] * len(layers_of(model))
+    assert launched == [ROUTED_TOKENS] * len(layers_of(model))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()), rtol=1e-4)
     other = make("qwen3_moe")

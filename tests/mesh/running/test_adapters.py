@@ -147,13 +147,14 @@ EXPERTS = {
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
 }
 DP, TP, PP, SPREAD = ("-dp", "2"), ("-dp", "1", "-tp", "2"), ("-dp", "1", "-pp", "2"), ("-dp", "2", "-ep")
-WHOLE = (*DP, "--no-enable-expert-parallel")
+WHOLE, BOTH = (*DP, "--no-enable-expert-parallel"), (*DP, "-tp", "2", "-ep")
 OF_FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     *(("granitemoe", EXPERTS, where) for where in (PP, SPREAD, WHOLE, TP)),
     *(("qwen3_moe", EXPERTS, where) for where in (WHOLE, PP, TP, SPREAD)),
     *(("llama", EVERYWHERE, where) for where in (DP, TP, PP)),
     *(("qwen3", EVERYWHERE, where) for where in (DP, TP, PP)),
     *(("gemma3_text", EVERYWHERE, where) for where in (DP, TP, PP)),
+    ("granitemoe", EXPERTS, BOTH),
 ]
 """Families, what adapters change there, and layouts."""
 EACH_PUSH = 2
