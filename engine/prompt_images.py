@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,20 @@ import msgspec
 DIGEST_BYTES = 16
 """Bytes of an image's name: nobody can craft another image with the same one."""
 
-FAMILIES = frozenset({"idefics3", "internvl", "llava", "mistral3", "smolvlm"})
-"""Model types whose text model takes an image as rows of its stream.
-
-Others give images positions of their own, let them look ahead, or add to them behind some layers: of these
-the language part is served alone.
-"""
+IN_LINE = frozenset(
+    {"cohere2_vision", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "smolvlm"}
+)
+"""Model types in which an image's rows stand at positions of the text."""
+ON_AXES = frozenset(
+    {"glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+)
+"""Model types in which each row has positions on three axes, see :mod:`engine.vision.axes`."""
+WHOLE = frozenset({"gemma3"})
+"""Model types in which each row of an image sees all of it."""
+FAMILIES = IN_LINE | ON_AXES | WHOLE
+"""Model types whose images are served; of others the language part is served alone."""
+GRID = "image_grid_thw"
+"""Name of the tensor with an image's frames, and its patches along height and width."""
 TOKEN = ("image_token_id", "image_token_index")
 """Names that configurations have for the placeholder."""
 
@@ -44,6 +53,20 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     """:data:`DIGEST_BYTES` that pixels, grid and settings of the processor decide."""
     tensors: tuple[ImageTensor, ...] = ()
     """Empty where only its name is needed."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Frames, and patches along height and width; empty where the processor names none."""
+        found = next((each for each in self.tensors if each.name == GRID), None)
+        if found is None or found.dtype != "int64" or len(found.data) != 24:
+            return ()
+        return struct.unpack("<3q", found.data)
+
+    def without_pixels(self) -> PromptImage:
+        """The same with its grid alone, by which later positions are found."""
+        return PromptImage(
+            self.first, self.end, self.digest, tuple(each for each in self.tensors if each.name == GRID)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -84,6 +107,41 @@ def problem_with(images: Sequence[PromptImage], prompt_ids: Sequence[int], place
     if prompt_ids.count(placeholder) != num_placed:
         return "the prompt has placeholders for images that the request does not have"
     return None
+
+
+def problem_with_marks(images: Sequence[PromptImage], prompt_ids: Sequence[int]) -> str | None:
+    """Why these images cannot be seen whole; None if they can."""
+    for each in images:
+        if len(set(prompt_ids[each.first : each.end])) > 1:
+            return f"the image at token {each.first} has text between its rows, which this model cannot place"
+    return None
+
+
+def problem_with_grids(images: Sequence[PromptImage], merge: int) -> str | None:
+    """Why these images' grids do not go with their placeholders; None if they do.
+
+    ``merge``: see :func:`image_merge`; 0: there are no grids.
+    """
+    for each in images if merge else ():
+        grid = each.grid
+        if len(grid) != 3 or grid[0] != 1 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+            return f"the image at token {each.first} has no grid of one frame that this model can place"
+        rows = (grid[1] // merge) * (grid[2] // merge)
+        if rows != each.end - each.first:
+            return f"the image at token {each.first} has {each.end - each.first} tokens and {rows} rows"
+    return None
+
+
+def image_merge(config: Mapping[str, Any]) -> int:
+    """Patches along each side of an image's row; 0 where rows have no axes.
+
+    ``config``: of config.json.
+    """
+    if config.get("model_type") not in ON_AXES:
+        return 0
+    vision = config.get("vision_config")
+    found = vision.get("spatial_merge_size", 2) if isinstance(vision, Mapping) else 2
+    return found if isinstance(found, int) and found > 0 else 2
 
 
 def image_token(config: Mapping[str, Any]) -> int | None:

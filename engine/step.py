@@ -45,7 +45,7 @@ class Admit(msgspec.Struct, frozen=True):
     pooling: PoolingParams | None = None
     """What it is answered with in place of tokens; None: it generates."""
     images: tuple[PromptImage, ...] = ()
-    """Those of its prompt that some row of it may reach."""
+    """Those of its prompt; with grids alone where no row of it reaches them."""
 
 
 class RowPieces(msgspec.Struct, frozen=True):

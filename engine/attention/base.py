@@ -161,6 +161,16 @@ class PackedRows:
     """Number of leading rows that have exactly one token."""
     adapters: Int64s | None = None
     """[rows] number of each row's low-rank adapter, 0 for none; None: no row has one."""
+    axes: Int64s | None = None
+    """[3, tokens] positions by which heads are turned, where images have one on each axis.
+
+    None: all are those in ``positions``.
+    """
+    sees: Int64s | None = None
+    """[tokens] position of the last key that a token sees; None: its own.
+
+    It rises in a row. Rows of some images see all of theirs: no step has a part of one.
+    """
 
 
 @dataclass

@@ -283,7 +283,12 @@ class _ViewBuilder:
         if not own:
             table = self.rows.block_tables[row, first_block : (start + count - 1) // self.block_size + 1]
             blocks = upload(table, self.device)
-        tiles = self._tiles(start, count, 0 if own else first_block * self.block_size, reach)
+        context_start = 0 if own else first_block * self.block_size
+        sees = None if self.rows.sees is None else self.rows.sees[first_token : first_token + count]
+        if sees is None or int((sees - np.arange(start, start + count)).max()) == 0:
+            tiles = self._tiles(start, count, context_start, reach)
+        else:
+            tiles = self._tiles_ahead(start, sees, context_start, reach)
         return _LongRow(slice(first_token, first_token + count), blocks, tiles)
 
     def _tiles(self, start: int, count: int, context_start: int, reach: KeyReach) -> list[_Tile]:
@@ -300,6 +305,19 @@ class _ViewBuilder:
             mask = self.tile_mask(begin, end, first_key, reach)
             keys = slice(first_key - context_start, end - context_start)
             tiles.append(_Tile(slice(begin - start, end - start), keys, mask))
+        return tiles
+
+    def _tiles_ahead(self, start: int, sees: Int64s, context_start: int, reach: KeyReach) -> list[_Tile]:
+        """Tiles of a row whose queries from ``start`` on see keys up to these positions."""
+        tile, tiles = max(MASK_ELEMENTS // (start + len(sees)), MIN_TILE), []
+        for begin in range(0, len(sees), tile):
+            last = sees[begin : begin + tile, None]
+            queries = np.arange(start + begin, start + begin + len(last))[:, None]
+            first_key = max(context_start, int(reach.first_key(queries[:1, 0])[0]))
+            keys = np.arange(first_key, int(last[-1, 0]) + 1)[None, :]
+            mask = self._additive((keys <= last) & (keys >= reach.first_key(queries)))
+            own = slice(first_key - context_start, int(last[-1, 0]) + 1 - context_start)
+            tiles.append(_Tile(slice(begin, begin + len(last)), own, mask))
         return tiles
 
     def tile_mask(self, begin: int, end: int, first_key: int, reach: KeyReach) -> torch.Tensor:

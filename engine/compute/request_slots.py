@@ -13,6 +13,7 @@ from engine.compute.logits_backend import SampleRow
 from engine.compute.token_rules import TokenRules
 from engine.kernels.choosing.logits import draw_of
 from engine.step import Admit, Step
+from engine.vision.axes import RequestAxes
 
 MIN_TABLE_WIDTH = 16
 """Blocks of a context that the first block tables have room for."""
@@ -32,6 +33,8 @@ class RequestSlot:
     draw: bytes
     """See :func:`engine.kernels.choosing.logits.draw_of`."""
     rules: TokenRules
+    axes: RequestAxes | None = None
+    """Positions of its tokens on axes; None: they are those in the text."""
 
     @classmethod
     def of(cls, admit: Admit) -> RequestSlot:

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.model.weights import LoadedModel
 from engine.states.held import RequestStates, StateRows
 from engine.step import Admit, Span, Step, StepResult
+from engine.vision.axes import NUM_AXES, RequestAxes
 from engine.vision.encoded_images import EncodedImages, RowImages
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from engine.config.speculation import SpeculativeConfig
     from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
+    from engine.model.checkpoint import ModelInfo
     from engine.speculation.draft_model import DraftModel
 
 Pending = Callable[[], StepResult]
@@ -64,8 +66,9 @@ class ModelRunner:
         ``row_by_row``: see :class:`.Sampler`. ``adapters``: of which rows may have one; None: they have none.
         """
         self._adapters = adapters
-        self.images: EncodedImages | None = None
-        """Encoder of images; None: the model takes none."""
+        self._images: EncodedImages | None = None
+        self._image_merge = 0
+        self._images_are_whole = False
         self._model = model
         self._cache = cache
         self._program = program
@@ -150,11 +153,18 @@ class ModelRunner:
 
         return finish
 
+    def see_images(self, encoder: EncodedImages | None, info: ModelInfo) -> None:
+        """Take in what this model does with images; ``encoder``: where the stream begins."""
+        self._images = encoder
+        self._image_merge, self._images_are_whole = info.image_merge, info.images_are_whole
+
     def _admit(self, admit: Admit) -> None:
         """Put a request into its slot."""
         if self._states is not None:
             self._states.admit(admit.slot, self._num_equal(admit))
-        self._slots[admit.slot] = RequestSlot.of(admit)
+        self._slots[admit.slot] = slot = RequestSlot.of(admit)
+        if self._image_merge and admit.images:
+            slot.axes = RequestAxes(admit.images, self._image_merge)
         if self._adapters is not None and admit.adapter:
             self._adapters.use(admit.adapter, admit.adapter_digest)
         self._tables.clear(admit.slot)
@@ -232,7 +242,8 @@ class ModelRunner:
         tables = self._tables.blocks[slots, : (max(ends) - 1) // self._block_size + 1]
         if step.counts.count(1) == len(slots):
             token_ids = [each.token_ids.item(start) for each, start in zip(held, step.starts, strict=True)]
-            packed = PackedRows(starts, counts, tables, starts.copy(), len(slots), adapters)
+            axes = _axes_of(held, step.starts, starts, range(len(held) + 1))
+            packed = PackedRows(starts, counts, tables, starts.copy(), len(slots), adapters, axes)
             return packed, np.array(token_ids)
         input_ids = np.concatenate(
             [each.token_ids[start:end] for each, start, end in zip(held, step.starts, ends, strict=True)]
@@ -240,13 +251,16 @@ class ModelRunner:
         offsets = np.cumsum(counts) - counts
         positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
         num_single = int((counts != 1).argmax())
-        return PackedRows(starts, counts, tables, positions, num_single, adapters), input_ids
+        begins = [*offsets.tolist(), len(positions)]
+        axes = _axes_of(held, step.starts, positions, begins)
+        sees = _seen_by(held, step.starts, positions, begins) if self._images_are_whole else None
+        return PackedRows(starts, counts, tables, positions, num_single, adapters, axes, sees), input_ids
 
     def _place_images(
         self, step: Step, held: Sequence[RequestSlot], packed: PackedRows, input_ids: Int64s
     ) -> torch.Tensor | None:
         """What the stream begins with at the images' tokens of a step, see :class:`.EncodedImages`."""
-        if self.images is None or not any(each.admit.images for each in held):
+        if self._images is None or not any(each.admit.images for each in held):
             return None
         offsets = np.cumsum(packed.counts) - packed.counts
         rows = [
@@ -254,7 +268,7 @@ class ModelRunner:
             for each, start, at, count in zip(held, step.starts, offsets.tolist(), step.counts, strict=True)
             if each.admit.images
         ]
-        return self.images.place(rows, input_ids)
+        return self._images.place(rows, input_ids)
 
     def _adapters_of(self, step: Step) -> Int64s | None:
         """Number of each row's adapter; None if no row has one."""
@@ -318,7 +332,8 @@ class ModelRunner:
             return self._program.forward(packed, input_ids, wanted, hidden, keeps_choices=keeps, given=given)
         assert self._cache is not None
         device = self._model.device
-        if self._graphs is not None and given is None:
+        is_plain = given is None and packed.axes is None and packed.sees is None
+        if self._graphs is not None and is_plain:
             logits = self._graphs.forward(packed, input_ids, wanted, followed)
             if logits is not None:
                 return logits
@@ -332,17 +347,29 @@ class ModelRunner:
                 self._model.module,
                 hidden,
                 **words,
-                position_ids=upload(packed.positions, device).unsqueeze(0),
+                position_ids=self._position_ids(packed),
                 use_cache=False,
                 logits_to_keep=upload(wanted, device),
                 **{PLAN_KEYWORD: self._cache.plan(packed)},
             )
 
-    def _embedded(self, ids: torch.Tensor, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Embeddings of tokens [n], and given rows for ids below 0."""
+    def _embedded(self, ids: torch.Tensor, given: torch.Tensor) -> dict[str, Any]:
+        """Embeddings of tokens [n], and rows of ``given`` [planes, rows, hidden] for ids below 0."""
         embedded = self._model.module.get_input_embeddings()(ids.clamp(min=0))
-        rows = given.index_select(0, (-1 - ids).clamp(min=0))
-        return {"inputs_embeds": torch.where((ids < 0).unsqueeze(1), rows, embedded).unsqueeze(0)}
+        are_given = ids < 0
+        rows = given[0].index_select(0, (-1 - ids).clamp(min=0))
+        words = {"inputs_embeds": torch.where(are_given.unsqueeze(1), rows, embedded).unsqueeze(0)}
+        if len(given) == 1:
+            return words
+        numbers = -1 - ids[are_given]  # transformers adds the other planes behind its first layers
+        added = [plane.index_select(0, numbers) for plane in given[1:]]
+        return words | {"visual_pos_masks": are_given.unsqueeze(0), "deepstack_visual_embeds": added}
+
+    def _position_ids(self, packed: PackedRows) -> torch.Tensor:
+        """Positions [1, tokens], or [3, 1, tokens] on axes."""
+        if packed.axes is None:
+            return upload(packed.positions, self._model.device).unsqueeze(0)
+        return upload(packed.axes, self._model.device).unsqueeze(1)
 
     def _receive(self, num_tokens: int) -> torch.Tensor | None:
         """Hidden states of the previous stage for this step; None on the first one."""
@@ -430,6 +457,34 @@ class ModelRunner:
             expected = upload(np.concatenate(targets), device)
             parts.append(self._sampler.logprob_table(logits[num_sampled:], expected, num_top))
         return torch.cat(parts)
+
+
+def _axes_of(
+    held: Sequence[RequestSlot], starts: Sequence[int], positions: Int64s, offsets: Sequence[int]
+) -> Int64s | None:
+    """See :attr:`.PackedRows.axes`; ``offsets``: index of each row's first token, and the number of all."""
+    if all(each.axes is None for each in held):
+        return None
+    axes = np.repeat(positions[None], NUM_AXES, axis=0)
+    for index, (each, start) in enumerate(zip(held, starts, strict=True)):
+        if each.axes is not None:
+            each.axes.write(start, axes[:, offsets[index] : offsets[index + 1]])
+    return axes
+
+
+def _seen_by(
+    held: Sequence[RequestSlot], starts: Sequence[int], positions: Int64s, offsets: Sequence[int]
+) -> Int64s | None:
+    """See :attr:`.PackedRows.sees`, of models whose images see all of themselves."""
+    sees = None
+    for index, (each, start) in enumerate(zip(held, starts, strict=True)):
+        begin, end = offsets[index], offsets[index + 1]
+        for image in each.admit.images:
+            if start < image.end and image.first < start + end - begin:
+                sees = positions.copy() if sees is None else sees
+                first = begin + max(0, image.first - start)
+                sees[first : begin + image.end - start] = image.end - 1
+    return sees
 
 
 def _draws(held: Sequence[RequestSlot], wanted: WantedLogits) -> Draws:

@@ -16,7 +16,7 @@ from engine.core.pausing import Pausing
 from engine.messages import BATCH_PRIORITY, Prefetch, RequestRefused, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
 from engine.pooling_params import PoolingParams
-from engine.prompt_images import problem_with
+from engine.prompt_images import problem_with, problem_with_grids, problem_with_marks
 from engine.sampling import BadParameter
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.request import Request, RequestKey, from_submit
@@ -260,7 +260,11 @@ class Admission:
             return None
         if self._info.image_token is None:
             return "this model takes no images here"
-        return problem_with(submit.images, submit.prompt_ids, self._info.image_token)
+        return (
+            problem_with(submit.images, submit.prompt_ids, self._info.image_token)
+            or problem_with_grids(submit.images, self._info.image_merge)
+            or (problem_with_marks(submit.images, submit.prompt_ids) if self._info.images_are_whole else None)
+        )
 
     def _request_of(self, peer: bytes, submit: Submit) -> Request:
         self._arrivals += 1

@@ -58,7 +58,7 @@ class EngineCore:
             block_size=config.cache.block_size,
         )
         """Slots of the KV cache and of other pieces."""
-        self.scheduler = Scheduler(_rules(config, executor, place), self.pool, speculation)
+        self.scheduler = Scheduler(_rules(config, info, executor, place), self.pool, speculation)
         depth = 1 if executor.runs_ahead else executor.in_flight
         self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, depth)
         adapters = {source.digest: source.name for source in config.lora.sources}
@@ -240,7 +240,7 @@ class EngineCore:
                 self._outgoing[peer] = tokens
 
 
-def _rules(config: EngineConfig, executor: Executor, place: ModelPlace) -> SchedulerRules:
+def _rules(config: EngineConfig, info: ModelInfo, executor: Executor, place: ModelPlace) -> SchedulerRules:
     """Limits of the scheduler, from the settings and what computes the model."""
     limits, has_gpu = config.scheduler, place.has_gpu
     return SchedulerRules(
@@ -256,5 +256,6 @@ def _rules(config: EngineConfig, executor: Executor, place: ModelPlace) -> Sched
         micro_batches=1 if executor.runs_ahead else executor.in_flight,
         runs_ahead=executor.runs_ahead,
         tells_tokens=executor.needs_tokens,
+        images_are_whole=info.images_are_whole,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
     )

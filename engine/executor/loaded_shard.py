@@ -113,7 +113,7 @@ class LoadedShard:
             before_first_run=self._when_read,
         )
         self._model = model
-        self._backend = choose_backend(self._config.device.attention_backend, model, self._config.cache)
+        self._backend = self._choose_backend(model)
         if share is not None:
             self._held = HeldExperts(
                 model.module,
@@ -145,6 +145,10 @@ class LoadedShard:
             boundaries=[] if self._kept.states is None else [self._kept.states],
         )
 
+    def _choose_backend(self, model: LoadedModel) -> Backend:
+        wanted, whole = self._config.device.attention_backend, self._info.images_are_whole
+        return choose_backend(wanted, model, self._config.cache, whole_images=whole)
+
     def _load_drafts(self, progress: Progress) -> DraftModel | None:
         """The model that proposes tokens, on the worker that answers; None: none does."""
         draft = find_draft(self._config, self._info) if self.answers else None
@@ -160,7 +164,13 @@ class LoadedShard:
             return None
         assert model is not None
         progress("loading the encoder of images")
-        return EncodedImages(load_tower(Path(self._info.directory), model.dtype, model.device), placeholder)
+        tower = load_tower(Path(self._info.directory), model.dtype, model.device)
+        if not self._shard.is_last and tower.num_added > len(model.stage.layers):
+            raise CheckpointError(
+                f"-pp: the first stage has {len(model.stage.layers)} layers, and images add to the first "
+                f"{tower.num_added}: give it more (--pipeline-split)"
+            )
+        return EncodedImages(tower, placeholder)
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""
@@ -256,6 +266,11 @@ class LoadedShard:
             raise CheckpointError(
                 "--batch-invariant: tiles of packed weights follow the number of rows on a GPU. Leave the "
                 "flag out, use a checkpoint that is not quantised, or compute on the CPU (--device cpu)"
+            )
+        if self._info.images_are_whole:
+            raise CheckpointError(
+                f"--batch-invariant on a GPU: in {self._info.architecture} rows of an image see all of it, "
+                "which its kernels do not compute: leave the flag out, or compute on the CPU (--device cpu)"
             )
         from engine.compute.device_blocks import DeviceBlocks  # loads triton
 

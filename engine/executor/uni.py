@@ -240,7 +240,7 @@ class UniExecutor(SpreadShard):
             self._stored = native.stored
             self.adapters = held_adapters(self._config.lora, model, self._program.sites)
             self._runner = ModelRunner(model, None, block_size, self._program, adapters=self.adapters)
-            self._runner.images = self.image_encoder
+            self._runner.see_images(self.image_encoder, self._info)
             self._runner.use_drafts(self._config.scheduler.speculative, self._drafts, num_blocks)
             self._attention = self._program.attention
             if self._held is not None:
@@ -269,7 +269,7 @@ class UniExecutor(SpreadShard):
         self._runner = ModelRunner(
             model, cache, block_size, graphs=graphs, row_by_row=by_row, adapters=self.adapters
         )
-        self._runner.images = self.image_encoder
+        self._runner.see_images(self.image_encoder, self._info)
         self._attention = cache.use
 
     def _fix_blocks(self, model: LoadedModel) -> None:

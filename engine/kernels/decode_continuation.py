@@ -40,6 +40,8 @@ class DecodeContinuation:
         self.size = len(input_ids)
         self._ids, self._slots, self._tables = input_ids, plan.slots, plan.tables
         self._positions, self._starts = packed.positions, packed.starts
+        self._turned: Int64s | None = arguments.array_of("turned")
+        """[rows] positions by which heads are turned; None: those in the text."""
         self._block_size = block_size
         self._longest = int(packed.positions.max())
         """The highest position."""
@@ -77,6 +79,8 @@ class DecodeContinuation:
         ``new_blocks``: by row, for those whose position begins a block.
         """
         self._positions += 1
+        if self._turned is not None:
+            self._turned += 1
         self._starts += 1
         self._slots += 1
         self._longest += 1

@@ -5,14 +5,37 @@ The model's own rotary embeddings compute the angles, for a power of two of posi
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
+from engine.attention.base import Int64s
 from engine.kernels.decoder import DecoderModel
 from engine.kernels.lowering.parts import PositionTable
 
 MIN_POSITIONS = 1024
 """Positions that the first tables have."""
+
+
+class TurnedTokens(NamedTuple):
+    """Angles of a step's tokens, some of which have a position on each axis."""
+
+    rows: Int64s
+    """[tokens] row of the tables, or -1 - (row of its own angles)."""
+    own: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosines and sines [tokens with differing positions, half] of each rotary embedding."""
+
+    @property
+    def own_angles(self) -> Int64s:
+        """Addresses and widths of the own angles, as a step reads them."""
+        return _records(self.own)
+
+
+def _records(angles: list[tuple[torch.Tensor, torch.Tensor]]) -> Int64s:
+    records = [(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in angles]
+    return np.array(records, dtype=np.int64)
 
 
 class PositionTables:
@@ -38,8 +61,27 @@ class PositionTables:
         ids = torch.arange(self.num_positions)
         self._angles = [rotary.halves(ids) for rotary in self._rotaries]
         self.tables = {kind: kind.table(ids) for kind in self._kinds}
-        self.angles = np.array(
-            [(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in self._angles],
-            dtype=np.int64,
-        )
+        self.angles = _records(self._angles)
         return bool(self._kinds)
+
+    @cached_property
+    def _axes(self) -> list[torch.Tensor]:
+        return [rotary.axes() for rotary in self._rotaries]
+
+    def turned(self, axes: Int64s) -> TurnedTokens:
+        """Angles of tokens by their positions [3, tokens] on three axes.
+
+        All come from the tables, so that their bits do not depend on what else a step has.
+        """
+        rows, apart = axes[0].copy(), (axes != axes[0]).any(0)
+        count = int(apart.sum())
+        if not count:
+            return TurnedTokens(rows, [])
+        rows[apart] = -1 - np.arange(count)
+        positions = torch.from_numpy(axes[:, apart])
+        own = []
+        for angles, axis in zip(self._angles, self._axes, strict=True):
+            at = positions[axis].T  # [count, half]
+            cosines, sines = angles
+            own.append((cosines.gather(0, at), sines.gather(0, at)))
+        return TurnedTokens(rows, own)

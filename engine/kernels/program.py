@@ -88,7 +88,7 @@ class Program:
         self._buffers: Buffers | None = None
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
-        self._lists: dict[tuple[bool, ...], StepList] = {}
+        self._lists: dict[tuple[int, ...], StepList] = {}
         """Lists by whether they have exchanges, sums over ranks, adapters, all and inner rows."""
         self.kept_choices: KeptChoices | None = None
         """Experts of the tokens of the last step, if it kept them."""
@@ -215,7 +215,8 @@ class Program:
         Before the last stage it is hidden [1, tokens, hidden], as ``hidden`` is of the stage before.
         ``inputs`` [tokens, numbers of all layers]: what layers have beside it, where there is no embedding.
         ``keeps_choices``: whether :attr:`kept_choices` is to have the experts of all tokens.
-        ``given`` [rows, hidden]: what the stream begins with where an id is -1 - (index of a row).
+        ``given`` [planes, rows, hidden]: what the stream begins with where an id is -1 - (index of a row);
+        the planes behind the first are added behind the first layers.
         """
         tokens, layers = len(input_ids), self.laid_out.packed.layers
         kept = KeptChoices([each.mlp for each in layers], tokens) if keeps_choices else None
@@ -247,7 +248,9 @@ class Program:
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
-        if packed.num_single == len(packed.starts) == len(wanted):
+        turned = arguments.array_of("turned")
+        goes_on = turned is None or bool((turned >= 0).all())  # an image's token is not followed by its next
+        if packed.num_single == len(packed.starts) == len(wanted) and goes_on:
             self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
             return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()
@@ -305,23 +308,39 @@ class Program:
             assert self._buffers is not None
             self._buffers[INPUTS][:tokens, : inputs.shape[1]] = inputs
         arguments = self._arguments(plan, packed, input_ids, wanted, draws)
+        planes = 0
         if given is not None:
-            arguments.put(given=given)
-        self._run(arguments, tokens, computes_all=computes_all)
+            planes = len(given)
+            arguments.put(given=given, num_given=given.shape[1])
+        if packed.axes is not None:
+            found = self.laid_out.positions.turned(packed.axes)
+            arguments.put(turned=found.rows, own_angles=found.own_angles if found.own else None)
+            arguments.keep(found)
+        if packed.sees is not None:
+            arguments.put(sees=packed.sees)
+        self._run(arguments, tokens, computes_all=computes_all, num_added=max(0, planes - 1))
         return arguments, plan
 
-    def _run(self, step: StepArguments, tokens: int, *, computes_all: bool = False) -> None:
+    def _run(
+        self, step: StepArguments, tokens: int, *, computes_all: bool = False, num_added: int = 0
+    ) -> None:
+        """``num_added``: layers behind which something of given rows is added."""
         self.sums.agree()
         native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
         adapts = bool(step.array["num_runs"])
         computes_all = computes_all or self.ends.all_rows
         adapts_spread = self.sites is not None and bool(self.sites.tagged)
         has_inner = bool(self.ends.kept_layers)
-        how = native, sums is self.sums.common, adapts, adapts_spread, computes_all, has_inner
+        how = native, sums is self.sums.common, adapts, adapts_spread, computes_all, has_inner, num_added
         written = self._lists.get(how)
         if written is None:
             written = self._lists[how] = self._write(
-                sums, exchanges=native, adapts=adapts, adapts_spread=adapts_spread, computes_all=computes_all
+                sums,
+                exchanges=native,
+                adapts=adapts,
+                adapts_spread=adapts_spread,
+                computes_all=computes_all,
+                num_added=num_added,
             )
         if native:
             assert self.exchange.current is not None
@@ -350,7 +369,14 @@ class Program:
             )
 
     def _write(
-        self, sums: Sums | None, *, exchanges: bool, adapts: bool, adapts_spread: bool, computes_all: bool
+        self,
+        sums: Sums | None,
+        *,
+        exchanges: bool,
+        adapts: bool,
+        adapts_spread: bool,
+        computes_all: bool,
+        num_added: int,
     ) -> StepList:
         """Write the list of a step.
 
@@ -362,7 +388,14 @@ class Program:
         tags = None if self.sites is None else self.sites.tags_in_choices
         adapters = adapts, adapts_spread, tags
         facts = WriterFacts(
-            decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables, *adapters, computes_all
+            decoder.hidden,
+            decoder.dtype,
+            self._size,
+            decoder.num_sums,
+            tables,
+            *adapters,
+            computes_all,
+            num_added,
         )
         exchange = self.exchange.current if exchanges else None
         packed, buffers = self.laid_out.packed, self._buffers

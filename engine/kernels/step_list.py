@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from engine.kernels.choosing.output import PackedOutput
+from engine.kernels.core.operations import OperationKind
 from engine.kernels.decoder import DecoderModel, Layer
 from engine.kernels.embedding.embedding import PackedEmbedding
 from engine.kernels.embedding.per_layer import PackedInput
@@ -79,6 +80,9 @@ class PackedDecoder:
             if number in ends.kept_layers:
                 writer.scale(1.0, writer.buffers[INNER.format(number)])
             self._write_layer(writer, number, ends.tokens if number == 0 else None, selects=selects)
+            if number < writer.facts.num_added:
+                given = {"a": number + 1, "k": writer.hidden, "flags": writer.rows}
+                writer.add(OperationKind.ADD_GIVEN, out=writer.stream, **given)
         if writer.num_sums == 1:
             writer.meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
         if (output := ends.output or self.output) is not None:

@@ -28,7 +28,7 @@ from engine.model.quantization.formats import Format, UnsupportedFormat, format_
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from engine.model.weight_digest import sample_digest
 from engine.model.weight_set import check_weights, weight_files
-from engine.prompt_images import image_token
+from engine.prompt_images import WHOLE, image_merge, image_token
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What it computes with ``--runner pooling``; None: it generates tokens."""
     image_token: int | None = None
     """Token that stands for a row of an image; None: images are refused."""
+    image_merge: int = 0
+    """Patches along each side of an image's row; 0: rows have no axes."""
+    images_are_whole: bool = False
+    """Whether each row of an image sees all of it.
+
+    Then no step may have a part of one.
+    """
 
 
 @readable_errors()
@@ -125,6 +132,8 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
         num_kv_heads=_whole_number(("num_key_value_heads",), text, defaults),
         has_states=has_states(text),
         image_token=image_token(config),
+        image_merge=image_merge(config),
+        images_are_whole=config.get("model_type") in WHOLE,
     )
 
 

@@ -50,9 +50,13 @@ PROGRAMS = 1 << 16
 
 
 def choose_backend(
-    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, cache: CacheConfig
+    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"],
+    model: LoadedModel,
+    cache: CacheConfig,
+    *,
+    whole_images: bool = False,
 ) -> Backend:
-    """The backend for this model.
+    """The backend for this model; ``whole_images``: see :attr:`.ModelInfo.images_are_whole`.
 
     It is logged where there was a choice.
 
@@ -73,6 +77,8 @@ def choose_backend(
     problem = why_not_triton(model.device)
     if problem is None and any(layer.chunk is not None or layer.index_dim for layer in model.layers):
         problem = "its kernels have neither chunked attention nor chosen keys"
+    if problem is None and whole_images:
+        problem = "in its kernels no row of an image sees rows behind it"
     if problem is None:
         problem = _compare(model, cache.block_size)
     if problem is None:

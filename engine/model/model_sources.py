@@ -107,6 +107,8 @@ OWN_ATTENTION = frozenset(
     }
 )
 """Directories of models for which :mod:`engine.attention.own_attention` calls the attention function."""
+FLAT = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Larger models whose checkpoints may describe the language part at the top level of config.json."""
 RENAMED = {"kimi_k2": "deepseek_v3"}
 """Types that the configuration class of a larger model gives to its language part."""
 
@@ -132,6 +134,8 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a config.json that describes the language model, with its own model type."""
     text = config.get("text_config")
     if not isinstance(text, dict) or not text:
+        if config.get("model_type") in FLAT:
+            return {**config, "model_type": f"{config['model_type']}_text"}
         return dict(config)
     model_type = str(text.get("model_type") or f"{config.get('model_type', '')}_text")
     return {**text, "model_type": RENAMED.get(model_type, model_type)}

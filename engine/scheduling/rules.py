@@ -42,6 +42,8 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     tells_tokens: bool = False
     """Whether decode rows carry their tokens, for workers that do not sample."""
 
+    images_are_whole: bool = False
+    """Whether no step may have a part of an image."""
     max_loras: int = 0
     """Low-rank adapters that running requests have at once."""
 
@@ -60,6 +62,12 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
         if most_tokens > capacity:
             return f"the request may need {most_tokens} tokens, but the KV cache holds only {capacity}"
         budget = self.max_num_batched_tokens
+        longest = max((each.end - each.first for each in request.images), default=0)
+        if self.images_are_whole and longest > budget:
+            return (
+                f"an image of {longest} tokens is computed in one step, and steps have {budget}: raise "
+                "--max-num-batched-tokens"
+            )
         if not self.enable_chunked_prefill and most_tokens > budget:
             return (
                 f"the request may need {most_tokens} tokens in one step, more than the budget of {budget}, "

@@ -96,7 +96,18 @@ class StepBudget:
             count = min(count, rules.long_prefill_token_threshold)
         if request.tells_prompt:
             count = min(count, rows.prompt_logprobs + request.num_before_scores)
-        return count
+        return self._without_cut(request, rows, count) if rules.images_are_whole else count
+
+    def _without_cut(self, request: Request, rows: StepRows, count: int) -> int:
+        """The tokens up to an image that they would cut, or all of it."""
+        start = request.num_computed
+        cut = next((each for each in request.images if each.first < start + count < each.end), None)
+        if cut is None:
+            return count
+        if cut.first > start:
+            return cut.first - start
+        whole = cut.end - start
+        return whole if whole <= rows.budget else 0
 
     def took(self, step: Step, seconds: float) -> None:
         """Take in how long a step with prompts took, for the lengths of prefill chunks."""

@@ -156,7 +156,7 @@ def admit_of(request: Request, slot: int, start: int) -> Admit:
         scored_from=request.scored_from,
         keeps_experts=request.routed_until is not None,
         pooling=request.pooling,
-        images=tuple(each for each in request.images if each.end > start),
+        images=tuple(each if each.end > start else each.without_pixels() for each in request.images),
     )
 
 

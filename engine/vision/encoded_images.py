@@ -76,7 +76,7 @@ class EncodedImages:
             self._thread.submit(lambda: done(self._try(image, num_rows)))
 
     def place(self, rows: Sequence[RowImages], input_ids: Int64s) -> torch.Tensor | None:
-        """What the stream begins with at placeholders of a step; None if it has none.
+        """Rows [planes, rows, hidden] for the placeholders of a step; None if it has none.
 
         ``input_ids``: the step's tokens; placeholders become -1 - (index of their row in the result).
         """
@@ -91,10 +91,10 @@ class EncodedImages:
                 here = np.flatnonzero(row.token_ids[first:end] == self._placeholder)
                 if not len(here):
                     continue
-                parts.append(self._rows_of(image, row.token_ids)[before : before + len(here)])
+                parts.append(self._rows_of(image, row.token_ids)[:, before : before + len(here)])
                 input_ids[row.at + first - row.start + here] = -1 - (placed + np.arange(len(here)))
                 placed += len(here)
-        return torch.cat(parts) if parts else None
+        return torch.cat(parts, dim=1) if parts else None
 
     def _rows_of(self, image: PromptImage, token_ids: Int64s) -> torch.Tensor:
         wanted = int((token_ids[image.first : image.end] == self._placeholder).sum())
@@ -105,7 +105,7 @@ class EncodedImages:
         """Rows that are kept, if they are as many."""
         with self._changing:
             found = self._kept.get(digest)
-            if found is None or len(found) != num_rows:
+            if found is None or found.shape[1] != num_rows:
                 return None
             self._kept.move_to_end(digest)
             return found
@@ -134,10 +134,10 @@ class EncodedImages:
             return kept
         found = self._tower.encode(image)
         self.num_encoded += 1
-        if len(found) != num_rows:
+        if found.shape[1] != num_rows:
             raise WrongRows(
-                f"an image has {len(found)} rows in this model's encoder and {num_rows} placeholders in the "
-                f"prompt: the checkpoint's processor and its weights do not fit each other"
+                f"an image has {found.shape[1]} rows in this model's encoder and {num_rows} placeholders in "
+                f"the prompt: the checkpoint's processor and its weights do not fit each other"
             )
         with self._changing:
             if (before := self._kept.pop(image.digest, None)) is not None:

@@ -31,15 +31,29 @@ class ImageTower:
     def __repr__(self) -> str:
         return f"<ImageTower of {type(self._model).__name__}>"
 
+    @property
+    def num_added(self) -> int:
+        """First layers of the text model behind which images add something."""
+        return len(getattr(self._model.config.vision_config, "deepstack_visual_indexes", None) or ())
+
     def encode(self, image: PromptImage) -> torch.Tensor:
-        """Rows [placeholders, hidden] of an image, in the model's type."""
+        """Rows [planes, placeholders, hidden] of an image, in the model's type.
+
+        Planes behind the first are added behind the text model's first layers.
+        """
         arguments = {each.name: self._tensor(each.dtype, each.shape, each.data) for each in image.tensors}
         with torch.inference_mode():
             found = self._model.get_image_features(**arguments, return_dict=True)
         rows = found.pooler_output
-        if isinstance(rows, list | tuple):
-            rows = torch.cat([each.reshape(-1, self._hidden) for each in rows])
-        return rows.reshape(-1, self._hidden).to(self._dtype).contiguous()
+        if rows is None:  # Llama 4 projects outside of it
+            rows = self._model.multi_modal_projector(found.last_hidden_state.flatten(0, -2))
+        planes = [rows, *(getattr(found, "deepstack_features", None) or ())]
+        return torch.stack([self._rows(each) for each in planes]).to(self._dtype).contiguous()
+
+    def _rows(self, found: Any) -> torch.Tensor:
+        if isinstance(found, list | tuple):
+            return torch.cat([each.reshape(-1, self._hidden) for each in found])
+        return found.reshape(-1, self._hidden)
 
     def _tensor(self, dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
         array = np.frombuffer(data, dtype=dtype).reshape(shape)
@@ -65,7 +79,7 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Ima
         raise CheckpointError(
             f"{directory}: the encoder of images cannot be read. transformers says: {first_line(error)}"
         ) from error
-    inner = model.model.to(device).eval().requires_grad_(False)
+    inner = getattr(model, "model", model).to(device).eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)

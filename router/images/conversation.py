@@ -49,7 +49,7 @@ class ModelImages:
 
     def find(self, ids: Sequence[int], prepared: Sequence[Prepared]) -> tuple[PromptImage, ...]:
         """The images by their places in the prompt's tokens."""
-        return images_in(ids, self.placeholder, self.mark, prepared)
+        return images_in(ids, self.placeholder, self.preparation.placeholder, prepared)
 
 
 def images_of(directory: Path, config: HttpConfig) -> ModelImages | None:

@@ -14,7 +14,9 @@ class ProcessorRead(msgspec.Struct, frozen=True, tag="read"):
     """First message of the process: it has read the model's processor."""
 
     mark: str
-    """Text that stands for an image in a prompt."""
+    """Text that chat templates write for an image."""
+    placeholder: str
+    """Text of the token that stands for one of its rows."""
     packages: str
     """What decides the pixels beside the model's files: versions, and the back end."""
 

@@ -30,15 +30,17 @@ def with_images(text: str, mark: str, prepared: Sequence[Prepared]) -> str:
 
 
 def images_in(
-    ids: Sequence[int], placeholder: int, mark: str, prepared: Sequence[Prepared]
+    ids: Sequence[int], placeholder: int, text: str, prepared: Sequence[Prepared]
 ) -> tuple[PromptImage, ...]:
     """Images of a prompt's token ids: each from its first placeholder to its last.
+
+    ``text``: of the placeholder.
 
     Raises:
         ApiError: the tokens have another number of placeholders than the text had.
     """
     places = [index for index, token in enumerate(ids) if token == placeholder]
-    counts = [each.text.count(mark) for each in prepared]
+    counts = [each.text.count(text) for each in prepared]
     if len(places) != sum(counts):
         refuse(
             f"The prompt has {len(places)} placeholders of images where {sum(counts)} are needed: it must "

@@ -48,7 +48,9 @@ class ImagePreparation:
         self._kept: OrderedDict[bytes, Prepared] = OrderedDict()
         self._bytes = 0
         self.mark = ""
-        """Text that stands for an image; known once the process runs."""
+        """Text that chat templates write for an image; known once the process runs."""
+        self.placeholder = ""
+        """Text of the token that stands for a row of one; known then, too."""
 
     def __repr__(self) -> str:
         state = "idle" if self._child is None else f"pid {self._child.pid}"
@@ -129,7 +131,7 @@ class ImagePreparation:
             logger.error("images are refused: the model's processor cannot be used: %s", first.problem)
             raise ApiError(500, "The model's processor of images cannot be used; the router's log says why.")
         assert isinstance(first, ProcessorRead)
-        self.mark = first.mark
+        self.mark, self.placeholder = first.mark, first.placeholder
         logger.info("images are prepared by process %d with %s", self._child.pid, first.packages)
 
     def _end(self) -> None:

@@ -6,22 +6,28 @@ secrets in its environment and bounds on its memory; its router ends it when an 
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 import sys
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from engine.prompt_images import DIGEST_BYTES, ImageTensor
+from engine.model.model_files import read_json
+from engine.prompt_images import DIGEST_BYTES, ImageTensor, image_token
 from router.images.messages import LENGTH_BYTES, FromPreparer, NoProcessor, Prepared, ProcessorRead, Refused
 
 BESIDE = (
     "input_ids",
     "attention_mask",
+    "mm_token_type_ids",
     "token_type_ids",
     "text_replacement_offsets",
+    "num_crops",
+    "token_type_ids",
     "rows",
     "cols",
     "num_patches",
@@ -39,13 +45,15 @@ def main(directory: str, most_pixels: int, most_bytes: int) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     try:
-        processor = _load(directory)
+        processor = load_processor(directory)
         mark = str(processor.image_token)
+        token = image_token(read_json(Path(directory) / "config.json"))
+        placeholder = mark if token is None else str(processor.tokenizer.convert_ids_to_tokens(token))
     except FAULTS as error:  # whatever a model's files do to transformers' code
         _send(answers, NoProcessor(str(error)[:500]))
         return
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-    _send(answers, ProcessorRead(mark, _packages()))
+    _send(answers, ProcessorRead(mark, placeholder, _packages()))
     while True:
         head = sys.stdin.buffer.read(LENGTH_BYTES)
         if len(head) < LENGTH_BYTES:
@@ -58,7 +66,7 @@ def _answer(processor: Any, data: bytes, most_pixels: int) -> FromPreparer:
 
     try:
         image = decode(data, most_pixels)
-        return _prepare(processor, image)
+        return prepare(processor, image)
     except BadImage as error:
         return Refused(str(error))
     except MemoryError:
@@ -67,7 +75,8 @@ def _answer(processor: Any, data: bytes, most_pixels: int) -> FromPreparer:
         return Refused(f"cannot be taken by this model: {str(error)[:200]}")
 
 
-def _prepare(processor: Any, image: Any) -> Prepared:
+def prepare(processor: Any, image: Any) -> Prepared:
+    """An image in RGB as the model takes it."""
     made = processor(
         images=[image],
         text=[processor.image_token],
@@ -84,12 +93,28 @@ def _prepare(processor: Any, image: Any) -> Prepared:
     return Prepared(text, tensors, digest)
 
 
-def _load(directory: str) -> Any:
+def load_processor(directory: str) -> Any:
+    """A model's processor of transformers, without the part for videos, which needs torchvision."""
     from transformers import AutoProcessor
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    leave_videos_out()
     return AutoProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+
+
+def leave_videos_out() -> None:
+    """Make processors without the part for videos from now on, in this process."""
+    import transformers
+
+    mixin: Any = transformers.ProcessorMixin
+    mixin.get_attributes = classmethod(_attributes)
+
+
+def _attributes(processor_class: Any) -> list[str]:
+    """Names of the parts of a processor that images and text need."""
+    names = inspect.signature(processor_class.__init__).parameters
+    return [name for name in names if name in ("image_processor", "tokenizer")]
 
 
 def _packages() -> str:

@@ -75,9 +75,11 @@ struct AttentionTask {
 
 inline int64_t num_tasks_of(const Operation& op, const Step& step) { return op.flags & SELECTED ? step.num_chosen_tasks : step.num_tasks; }
 
-// The last key that a query at a position sees.
-inline int64_t last_seen(bool sees_all, int64_t position, int64_t length, int64_t window) {
-    return !sees_all ? position : window > 0 ? std::min(length - 1, position + window - 1) : length - 1;
+// Position of the last key that a query of a task sees: its own, that of its image, or any of the row that its window reaches.
+inline int64_t last_seen(const Step& step, const AttentionTask& task, int64_t query, bool sees_all, int64_t window) {
+    if (step.sees != nullptr) return step.sees[step.offsets[task.row] + task.first + query];
+    const int64_t position = task.position + query;
+    return !sees_all ? position : window > 0 ? std::min(task.length - 1, position + window - 1) : task.length - 1;
 }
 
 // The task of this number of those of an operation.
@@ -92,7 +94,7 @@ inline void look_up(const Operation& op, const Step& step, int64_t number, Atten
     task.keys_of = task.kv_head / groups;
     task.position = step.starts[task.row] + task.first;
     task.length = step.starts[task.row] + step.counts[task.row];
-    int64_t behind = last_seen(op.flags & SEES_ALL, task.position + task.queries - 1, task.length, window) / LANES + 1, sub = step.block_size / LANES;
+    int64_t behind = last_seen(step, task, task.queries - 1, op.flags & SEES_ALL, window) / LANES + 1, sub = step.block_size / LANES;
     task.begin = window > 0 ? std::max<int64_t>(0, task.position - window + 1) / LANES : 0;
     const int32_t* table = step.tables + task.row * step.table_width;
     task.numbers.clear();
@@ -227,7 +229,7 @@ struct Slab {
             else
                 for (int64_t i = 0; i < shape.dim; i += LANES) Input<T>::store(to + i, T::load(from + i, Mask(0xffff)), Mask(0xffff));
             at[row] = task.position + query;
-            until[row] = last_seen(shape.sees_all, at[row], task.length, shape.window);
+            until[row] = last_seen(step, task, query, shape.sees_all, shape.window);
             scales[row] = shape.factors == nullptr ? shape.scale : shape.scale * shape.factors[at[row]];
             store(totals + row * LANES, only(Mask(shape.sinks != nullptr), filled(1.f)));
             peaks[row] = shape.sinks == nullptr ? NO_PEAK : shape.sinks[head] * LOG2_E;

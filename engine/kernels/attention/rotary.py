@@ -31,6 +31,8 @@ CLOSE = 1e-5
 VALUE_NORM = "v_norm"
 NORM_NAMES = {name for both in NORMS for name in both}
 TOKENS = 6
+ON_AXES = 300, 1100, 1900
+"""Positions on three axes that tell which axis turns a pair."""
 
 
 class Rotary:
@@ -57,6 +59,20 @@ class Rotary:
         """Cosines and sines [tokens, half] of positions [tokens]: each pair of numbers has one."""
         cosines, sines = self(ids.unsqueeze(0))
         return halved(cosines)[0].contiguous(), halved(sines)[0].contiguous()
+
+    def axes(self) -> torch.Tensor:
+        """Axis [half] whose position turns each pair, where tokens have three positions.
+
+        Raises:
+            NotRecognised: some pairs are turned in another way.
+        """
+        each = torch.cat(self.halves(torch.tensor(ON_AXES)), dim=-1)
+        angles = self.module(torch.zeros(1), torch.tensor(ON_AXES).view(3, 1, 1), *self.kind)
+        mixed = torch.cat([halved(part.float())[0] for part in angles], dim=-1)
+        far = (each - mixed).abs().unflatten(-1, (2, -1)).amax(1)
+        if float(far.amin(0).max()) > CLOSE:
+            raise NotRecognised(f"the axes of {type(self.module).__name__}")
+        return far.argmin(0)
 
 
 def halved(angles: torch.Tensor) -> torch.Tensor:

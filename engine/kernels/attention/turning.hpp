@@ -16,17 +16,19 @@ template <class T>
 class Turning {
     using E = typename T::Element;
     int64_t dim;
-    Angles angles{};
+    Angles angles{}, own{};
     const float* weights;
     float eps;
     bool is_centred, is_norm_last;
+    const int64_t* turned;
 
     void norm(E* head, int64_t number) const {
         norm_row<T>(head, head, {weights + number * dim, nullptr, eps, is_centred}, dim);
     }
-    void rotate(E* head, int64_t position) const {
-        int64_t half = angles.half;
-        const float *cosines = angles.cosines + position * half, *sines = angles.sines + position * half;
+    void rotate(E* head, int64_t at) const {
+        int64_t half = angles.half, row = at >= 0 ? at : -1 - at;
+        const Angles& table = at >= 0 ? angles : own;
+        const float *cosines = table.cosines + row * half, *sines = table.sines + row * half;
         for (int64_t i = 0; i < half; i += LANES) {
             Mask lanes = lanes_of(int(half - i));
             Floats low = T::load(head + i, lanes), high = T::load(head + half + i, lanes);
@@ -39,14 +41,19 @@ class Turning {
    public:
     Turning(const Operation& op, const Step& step)
         : dim(op.c), weights(static_cast<const float*>(op.more)), eps(float(op.number)), is_centred(op.flags & CENTRED),
-          is_norm_last(op.flags & NORM_LAST) {
-        if (op.k > 0 && step.tokens > 0) angles = step.angles[op.k - 1];
+          is_norm_last(op.flags & NORM_LAST), turned(step.turned != nullptr ? step.turned : step.positions) {
+        if (op.k <= 0 || step.tokens == 0) return;
+        angles = step.angles[op.k - 1];
+        if (step.own_angles != nullptr) own = step.own_angles[op.k - 1];
     }
 
-    // A head of a token; number: among the queries' heads, then the keys'.
-    void turn(E* head, int64_t number, int64_t position) const {
+    // Row of the angles of a token: of its position, or -1 - that of its own ones.
+    int64_t row_of(int64_t token) const { return turned[token]; }
+
+    // A head of a token; number: among the queries' heads, then the keys'; at: row_of it.
+    void turn(E* head, int64_t number, int64_t at) const {
         if (weights != nullptr && !is_norm_last) norm(head, number);
-        rotate(head, position);
+        rotate(head, at);
         if (weights != nullptr && is_norm_last) norm(head, number);
     }
 };

@@ -141,13 +141,13 @@ class Projected {
 
     // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
     void keep(int64_t token, int64_t head) const {
-        int64_t group = heads / kv_heads, position = step.positions[token];
+        int64_t group = heads / kv_heads, at = turning.row_of(token);
         E* row = rows + token * pitch;
-        for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
+        for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, at);
         if (!has_keys) return;
         E* key = key_of(row, head);
         E* value = row + values_at + head * value_dim;
-        turning.turn(key, heads + head, position);
+        turning.turn(key, heads + head, at);
         if (value_norm.weights != nullptr) norm_row<T>(value, value, value_norm, value_dim);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);

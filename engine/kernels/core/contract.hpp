@@ -237,7 +237,12 @@ struct Step {
     const int64_t* chosen_adapters;
     const int64_t* order;           // those tokens that have adapters, sorted by these
     const int64_t* chosen_order;
-    const void* given;              // [rows, hidden] what the stream begins with in place of an embedding, as of images
+    const void* given;              // [planes, num_given, hidden]: what the stream begins with in place of an embedding, as of images;
+                                    // the planes behind the first are added behind layers
+    int64_t num_given;
+    const int64_t* turned;          // [tokens] position by which heads are turned; -1 - n: row n of own_angles; none: those in positions
+    const Angles* own_angles;       // [kinds], of tokens that have a position on each of several axes
+    const int64_t* sees;            // [tokens] position of the last key that a token sees, rising in a row; none: its own
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

@@ -36,7 +36,8 @@ _STEP = np.dtype(
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
         "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
         "num_chosen_tasks", "chosen_tasks", "draws", "rows", "states", "fills", "num_runs", "num_chosen_runs",
-        "runs", "chosen_runs", "adapters", "chosen_adapters", "order", "chosen_order", "given"
+        "runs", "chosen_runs", "adapters", "chosen_adapters", "order", "chosen_order", "given",
+        "num_given", "turned", "own_angles", "sees"
     )]
 )  # fmt: skip
 
@@ -82,6 +83,7 @@ class OperationKind(enum.IntEnum):
     DELTA_ROWS = 32
     ADAPT = 33
     ADAPT_EXPERTS = 34
+    ADD_GIVEN = 35
 
 
 class RecordedWeights:
@@ -106,6 +108,14 @@ class StepArguments:
         self._kept |= fields
         for name, value in fields.items():
             self.array[name] = _address(value)
+
+    def keep(self, value: Any) -> None:
+        """Keep alive what an array of addresses points to."""
+        self._kept[""] = value
+
+    def array_of(self, name: str) -> Any:
+        """The array that an argument points to; None without one."""
+        return self._kept.get(name)
 
 
 class OperationList:

@@ -46,6 +46,23 @@ void embed(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// Adds plane a of what is given to the stream out [rows, k], at tokens that have such a row.
+template <class T>
+void add_given(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    const E* plane = static_cast<const E*>(step.given) + op.a * step.num_given * op.k;
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        const int64_t number = -1 - step.ids[op.flags & SELECTED ? step.chosen[row] : row];
+        if (number < 0) return;
+        const E* from = plane + number * op.k;
+        E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.k);
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            T::store(to + i, T::load(to + i, lanes) + T::load(from + i, lanes), lanes);
+        }
+    });
+}
+
 // out [tokens, n], of each layer k numbers: their norm, plus those of the token in a table [tokens of the vocabulary, n]. more: the norm's
 // weights [k]; number: what it adds; factors: on the table's numbers, and on the sum
 template <class T>

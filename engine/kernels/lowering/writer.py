@@ -78,6 +78,8 @@ class WriterFacts(NamedTuple):
     """See :attr:`engine.kernels.adapters.sites.Sites.tags_in_choices`."""
     computes_all: bool = False
     """Whether the last layer, too, computes all rows: the choices of its experts are wanted."""
+    num_added: int = 0
+    """First layers behind which a plane of given rows is added to the stream."""
 
 
 def factor_field(factor: float) -> float:

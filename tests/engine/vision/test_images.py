@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,9 +14,14 @@ import transformers as hf
 from msgspec.structs import replace
 
 from engine.messages import Submit
+from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.sampling import SamplingParams
-from tests.engine.invariance.answers import ALONE, How, load
+from tests.engine.invariance.answers import ALONE, How, Instance, load, settings
+from tests.engine.shard_threads import ThreadedShards
+from tests.engine.states.models import at_night
 from tests.engine.vision.tiny_vision_models import (
+    BY_TORCH,
+    PLACEHOLDER,
     VISION_FAMILIES,
     SeenPrompt,
     make_tiny_vision_model,
@@ -45,10 +51,17 @@ def submit_of(number: int, prompt: SeenPrompt, *, num_new: int = NUM_NEW) -> Sub
 
 def generated(model: Any, prompt: SeenPrompt) -> list[int]:
     ids = torch.tensor([prompt.ids])
+    given = dict(prompt.tensors)
+    if "image_grid_thw" in given:
+        given["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+    if model.config.model_type == "gemma3":
+        given["token_type_ids"] = (ids == PLACEHOLDER).int()
+    if hasattr(model, "model"):
+        model.model.rope_deltas = None  # which some families keep from the prompt before
     with torch.inference_mode():
         found = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
-            eos_token_id=None, pad_token_id=2, **prompt.tensors,
+            eos_token_id=None, pad_token_id=2, **given,
         )  # fmt: skip
     output: list[int] = found[0, len(prompt.ids) :].tolist()
     return output
@@ -63,18 +76,95 @@ def prompts_of(family: str) -> list[SeenPrompt]:
     ]
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+EACH_PUSH = ("llava", "qwen3_vl", "gemma3")
+
+
+@pytest.mark.parametrize("family", at_night([*VISION_FAMILIES], EACH_PUSH))
 def test_answers_are_transformers_own(family: str, directories: Callable[[str], Path]) -> None:
     directory, prompts = directories(family), prompts_of(family)
     model = hf.AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
     expected = [generated(model, prompt) for prompt in prompts]
     instance = load(directory, dtype="float32")
+    assert (instance.executor._program is None) == (family in BY_TORCH)
     submits = [submit_of(number, prompt) for number, prompt in enumerate(prompts)]
     alone, _ = instance.answers(submits, ALONE)
     assert [alone[number].token_ids for number in range(len(prompts))] == expected
-    for how in (How(), How(budget=7), How(budget=40, cache=160)):
+    smallest = 24 if instance.info.images_are_whole else 7  # such an image is not cut
+    for how in (How(), How(budget=smallest), How(budget=40, cache=160)):
         found, _ = instance.answers(submits, how)
-        assert found == alone, how
+        if family in BY_TORCH:
+            assert [found[number].token_ids for number in range(len(prompts))] == expected
+        else:
+            assert found == alone, how
+
+
+@pytest.mark.parametrize("family", at_night([*VISION_FAMILIES], ("qwen3_vl", "gemma3")))
+def test_torch_computes_the_same(family: str, directories: Callable[[str], Path]) -> None:
+    directory, prompts = directories(family), prompts_of(family)[:2]
+    model = hf.AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
+    instance = load(directory, dtype="float32", numerics="torch")
+    assert instance.executor._program is None
+    submits = [submit_of(number, prompt) for number, prompt in enumerate(prompts)]
+    found, _ = instance.answers(submits, How(budget=24))
+    expected = [generated(model, prompt) for prompt in prompts]
+    assert [found[number].token_ids for number in range(len(prompts))] == expected
+
+
+@pytest.mark.nightly
+def test_older_checkpoints_describe_the_language_part_at_the_top(tmp_path: Path) -> None:
+    directory, prompt = (
+        make_tiny_vision_model(tmp_path, "qwen2_5_vl"),
+        seen_prompt("qwen2_5_vl", 2, num_images=2),
+    )
+    new, _ = load(directory, dtype="float32").answers([submit_of(0, prompt)], ALONE)
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    (directory / "config.json").write_text(json.dumps(text | config))
+    found, _ = load(directory, dtype="float32").answers([submit_of(0, prompt)], ALONE)
+    assert found == new
+
+
+WORKERS = [
+    pytest.param("qwen3_vl", {"pp": 2, "split": (2, 1)}),
+    pytest.param("llava", {"tp": 2}, marks=pytest.mark.nightly),
+    pytest.param("qwen2_5_vl", {"tp": 2, "pp": 2}, marks=pytest.mark.nightly),
+    pytest.param("qwen3_vl", {"tp": 2}),
+    pytest.param("qwen3_5", {"tp": 2}, marks=pytest.mark.nightly),
+    pytest.param("gemma3", {"tp": 2}, marks=pytest.mark.nightly),
+    pytest.param("gemma3", {"pp": 2}, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), WORKERS)
+def test_workers_give_the_answers_of_one(
+    family: str, layout: dict[str, Any], directories: Callable[[str], Path]
+) -> None:
+    directory = directories(family)
+    submits = [submit_of(number, prompt) for number, prompt in enumerate(prompts_of(family))]
+    alone, _ = load(directory, dtype="float32").answers(submits, ALONE)
+    executor = ThreadedShards(settings(directory, dtype="float32"), read_model_info(directory), **layout)
+    try:
+        facts = executor.load(lambda _phase: None)
+        found, _ = Instance(directory, executor, facts=facts).answers(submits, How(budget=24))
+    finally:
+        executor.close()
+    if "tp" in layout:  # sums of floats in another order
+        assert {key: each.token_ids for key, each in found.items()} == {
+            key: each.token_ids for key, each in alone.items()
+        }
+    else:
+        assert found == alone
+
+
+def test_images_behind_layers_need_these_on_one_stage(directories: Callable[[str], Path]) -> None:
+    directory = directories("qwen3_vl")
+    layout: dict[str, Any] = {"pp": 2, "split": (1, 2)}
+    executor = ThreadedShards(settings(directory, dtype="float32"), read_model_info(directory), **layout)
+    try:
+        with pytest.raises(CheckpointError, match="first stage has 1 layers, and images add to the first 2"):
+            executor.load(lambda _phase: None)
+    finally:
+        executor.close()
 
 
 def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -> None:

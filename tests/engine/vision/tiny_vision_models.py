@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers as hf
 
 from engine.prompt_images import ImageTensor, PromptImage
+from tests.engine.vision import tiny_axes_models
 from tests.router.tiny_tokenizer import byte_level
 
 PLACEHOLDER, VOCAB = 300, 320
@@ -28,9 +30,11 @@ class VisionFamily:
     """A tiny model of a family, and what its processor makes of an image."""
 
     config: Callable[[], Any]
-    num_rows: int
-    """Placeholders of an image."""
+    num_rows: int | None
+    """Placeholders of an image; None: by its grid."""
     tensors: Callable[[torch.Generator], Tensors]
+    has_marks: bool = True
+    """Whether text may stand between the rows of an image."""
 
 
 def _pixels(*shape: int) -> Callable[[torch.Generator], Tensors]:
@@ -51,6 +55,17 @@ def _sized(numbers: torch.Generator) -> Tensors:
     }
 
 
+def _unpadded(numbers: torch.Generator) -> Tensors:
+    """An image of 8 x 6 patches."""
+    return {
+        "pixel_values": torch.randn(1, 48, 48, generator=numbers),
+        "spatial_shapes": torch.tensor([[8, 6]]),
+        "pixel_attention_mask": torch.ones(1, 48, dtype=torch.int64),
+    }
+
+
+BY_TORCH = ("llama4",)
+"""Families that the native kernels do not compute."""
 VISION_FAMILIES = {
     "llava": VisionFamily(
         lambda: hf.LlavaConfig(
@@ -101,6 +116,81 @@ VISION_FAMILIES = {
         24,
         _sized,
     ),
+    "cohere2_vision": VisionFamily(
+        lambda: hf.Cohere2VisionConfig(
+            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
+            text_config=hf.Cohere2Config(**TEXT, sliding_window=16),
+            image_token_id=PLACEHOLDER,
+            alignment_intermediate_size=64,
+        ),
+        16,
+        _pixels(1, 3, 32, 32),
+    ),
+    "lfm2_vl": VisionFamily(
+        lambda: hf.Lfm2VlConfig(
+            vision_config=hf.Siglip2VisionConfig(**TOWER, num_patches=64, patch_size=4),
+            text_config=hf.Lfm2Config(
+                **TEXT, block_ff_dim=96, layer_types=["conv", "full_attention", "conv"], pad_token_id=0
+            ),
+            image_token_id=PLACEHOLDER,
+            projector_hidden_size=48,
+        ),
+        12,
+        _unpadded,
+    ),
+    "llama4": VisionFamily(
+        lambda: hf.Llama4Config(
+            vision_config=hf.Llama4VisionConfig(
+                **TOWER | {"intermediate_size": 128},
+                image_size=32,
+                patch_size=4,
+                vision_output_dim=32,
+                projector_input_dim=32,
+                projector_output_dim=32,
+            ),
+            text_config=hf.Llama4TextConfig(
+                **TEXT,
+                head_dim=16,
+                intermediate_size_mlp=96,
+                num_local_experts=4,
+                attention_chunk_size=64,
+                pad_token_id=0,
+            ),
+            image_token_index=PLACEHOLDER,
+        ),
+        16,
+        _pixels(1, 3, 32, 32),
+    ),
+    "gemma3": VisionFamily(
+        lambda: hf.Gemma3Config(
+            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
+            text_config=hf.Gemma3TextConfig(
+                **TEXT | {"num_hidden_layers": 4},
+                head_dim=16,
+                sliding_window=12,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            ),
+            image_token_id=PLACEHOLDER,
+            mm_tokens_per_image=16,
+        ),
+        16,
+        _pixels(1, 3, 32, 32),
+        has_marks=False,
+    ),
+} | {
+    family: VisionFamily(
+        partial(tiny_axes_models.config_of, family, TEXT, PLACEHOLDER), None, tiny_axes_models.patches
+    )
+    for family in (
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4v",
+        "glm4v_moe",
+    )
 }
 
 
@@ -132,14 +222,17 @@ class SeenPrompt:
 
 
 def seen_prompt(family: str, seed: int, num_images: int = 1, num_text: int = 9) -> SeenPrompt:
-    """Text, an image, text, and so on, with a mark within each image's rows."""
+    """Text, an image, text, and so on; marks stand within rows where they may."""
     numbers, made = random.Random(seed), VISION_FAMILIES[family]
     ids, images, tensors = _text(numbers, num_text), [], []
     for index in range(num_images):
         own = made.tensors(torch.Generator().manual_seed(1000 * seed + index))
-        half = made.num_rows // 2
         first = len(ids)
-        ids += [PLACEHOLDER] * half + [7] + [PLACEHOLDER] * (made.num_rows - half)
+        if made.num_rows is None or not made.has_marks:
+            ids += [PLACEHOLDER] * (made.num_rows or tiny_axes_models.num_rows(own))
+        else:
+            half = made.num_rows // 2
+            ids += [PLACEHOLDER] * half + [7] + [PLACEHOLDER] * (made.num_rows - half)
         images.append(image_of(own, first, len(ids), bytes([seed, index]) * 8))
         ids += _text(numbers, num_text)
         tensors.append(own)
