@@ -45,7 +45,8 @@ from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
 from router.app.rollouts import PATHS, RolloutEndpoints
 from router.app.sleeping import SLEEP_PATHS, SleepEndpoints
-from router.app.weight_transfers import TRANSFER_PATHS, TransferEndpoints, TransferMesh
+from router.app.weight_transfers import TRANSFER_PATHS, TransferEndpoints
+from router.app.weights_in_use import IN_USE_PATHS, TransferMesh
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -73,7 +74,12 @@ MAX_REQUESTS = 1000
 
 
 ADMIN_PATHS = (
-    frozenset({"/admin", ELASTIC, REBALANCE, RESET}) | PATHS | TRANSFER_PATHS | SLEEP_PATHS | ADAPTER_PATHS
+    frozenset({"/admin", ELASTIC, REBALANCE, RESET})
+    | PATHS
+    | TRANSFER_PATHS
+    | IN_USE_PATHS
+    | SLEEP_PATHS
+    | ADAPTER_PATHS
 )
 """Paths of the admin API beside those that begin with ``/admin/``."""
 

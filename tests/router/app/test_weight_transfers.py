@@ -171,7 +171,7 @@ def test_a_trainer_that_died_leaves_nothing(trainer: Trainer, monkeypatch: pytes
     trainer.transfer({"path": trainer.part("q.safetensors", 3, "b")})
     assert (trainer.first("a"), trainer.first("b")) == (1, 3)
     trainer.post("/start_weight_update", {})
-    monkeypatch.setattr("router.app.weight_transfers.SESSION_TIMEOUT", 0.0)
+    monkeypatch.setattr("router.app.transfer_session.SESSION_TIMEOUT", 0.0)
     trainer.post("/start_weight_update", {})
     trainer.post("/shutdown_weight_transfer_engine")
     trainer.post("/finish_weight_update", {}, status=409)
