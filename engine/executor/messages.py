@@ -278,6 +278,12 @@ class ShardPrepared(msgspec.Struct, frozen=True, tag="shard_prepared"):
     problem: str = ""
 
 
+class MemoryGivenBack(msgspec.Struct, frozen=True, tag="given_back"):
+    """Answer to :class:`GiveBackMemory`: whether memory went, or why it stays is in the worker's log."""
+
+    is_given: bool
+
+
 class AdapterFilesRead(msgspec.Struct, frozen=True, tag="adapter_read"):
     """Report that a low-rank adapter is in memory, or why not."""
 
@@ -314,6 +320,7 @@ FromWorker = (
     | Joined
     | Spans
     | ShardPrepared
+    | MemoryGivenBack
     | AdapterFilesRead
     | ImageEncoded
     | WorkerFailed

@@ -31,10 +31,12 @@ from engine.executor.messages import (
     FirstRun,
     Free,
     FreeMemory,
+    GiveBackMemory,
     GroupKey,
     Hosting,
     Loaded,
     Meet,
+    MemoryGivenBack,
     Read,
     SetThreads,
     Spans,
@@ -253,10 +255,12 @@ class MpExecutor:
         return self._arithmetic
 
     def give_back(self, part: MemoryPart) -> bool:
-        """See :class:`.ChangingExecutor`. Workers log what cannot be given back."""
-        self.new_weights.give_back(part)
-        self._send_orders()
-        return True
+        """See :class:`.ChangingExecutor`. True if any worker has: its weights must be read again."""
+        self._send_orders()  # an earlier switch or discard comes first
+        self._channels.send_all(GiveBackMemory(part))
+        patience = self._step_timeout
+        answers = [self._channels.await_one(worker, MemoryGivenBack, patience) for worker in self._workers]
+        return any(answer.is_given for answer in answers)
 
     def _on_weights(self, digest: str) -> None:
         self._send_orders()

@@ -9,10 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from coordinator.messages import MemoryPart
 from engine.executor.messages import (
     DiscardShard,
-    GiveBackMemory,
     PrepareShard,
     ShardPrepared,
     SwitchShard,
@@ -93,11 +91,6 @@ class MpWeights:
             if answer.number == self._number:
                 self._answers.append(answer)
                 self._changed.notify_all()
-
-    def give_back(self, part: MemoryPart) -> None:
-        """Have all workers give back memory."""
-        with self._changed:
-            self._orders.append(GiveBackMemory(part))
 
     def switch(self) -> None:
         """See :class:`.NewWeights`."""

@@ -46,6 +46,7 @@ from engine.executor.messages import (
     Joined,
     Loaded,
     Meet,
+    MemoryGivenBack,
     Phase,
     PrepareShard,
     Read,
@@ -259,7 +260,7 @@ class Worker:
             case SwitchShard():
                 self._weights_of(executor).switch()
             case GiveBackMemory(part):
-                executor.give_back(part)
+                self._send(MemoryGivenBack(executor.give_back(part)))
             case DiscardShard():
                 self._weights_of(executor).discard()
             case ReadAdapterFiles():

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from coordinator.messages import MemoryPart
 from engine.executor import make_executor
 from engine.executor.mp import MpExecutor
 from engine.host import forked
@@ -80,7 +82,7 @@ def test_workers_go_over_at_one_step(layout: dict[str, int], tmp_path: Path) -> 
         fresh.close()
 
 
-def prepare(executor: MpExecutor, source: Path, patience: float = 60.0) -> Exception | str:
+def prepare(executor: MpExecutor, source: Path | str, patience: float = 60.0) -> Exception | str:
     """What a preparation comes to, while the thread of the steps rests."""
     found: list[Exception | str] = []
     until = time.monotonic() + patience
@@ -98,6 +100,31 @@ def prepare(executor: MpExecutor, source: Path, patience: float = 60.0) -> Excep
         thread.join(0.01)
     (result,) = found
     return result
+
+
+def test_workers_answer_whether_their_memory_went(tmp_path: Path) -> None:
+    directory = make("llama", tmp_path / "old")
+    wanted, tp = submits(directory), {"tensor_parallel_size": 2}
+    executor = started(directory, tp)
+    try:
+        before = answers(executor, directory, wanted)
+        assert executor.give_back(MemoryPart.WEIGHTS)
+        assert isinstance(prepare(executor, ""), str)
+        executor.new_weights.switch()
+        assert answers(executor, directory, wanted) == before
+    finally:
+        executor.close()
+
+    random = settings(directory, **tp)
+    random = replace(random, model=replace(random.model, load_format="dummy"))
+    executor = make_executor(random, read_model_info(directory), 1)
+    try:
+        executor.load(lambda _phase: None)
+        before = answers(executor, directory, wanted)
+        assert not executor.give_back(MemoryPart.WEIGHTS), "random ones could not be read again"
+        assert answers(executor, directory, wanted) == before
+    finally:
+        executor.close()
 
 
 def test_workers_that_cannot_prepare_go_on(tmp_path: Path) -> None:
