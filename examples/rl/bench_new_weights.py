@@ -8,6 +8,10 @@ One instance decodes in one process. In turn, for a few seconds each: nothing el
 prepared again and again as they are served (one thread, an eighth of a core while steps run);
 the same unbounded, as it was at first (all threads, without pauses). Times are of the wall clock, so
 other load shows in all three alike.
+
+What running requests lose is measured in pairs: slices of a tenth of a second in which a preparation goes on,
+and slices between them in which it stands still. So both have the same neighbours on a busy machine, and all
+steps count, also those that the preparation held up.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 from engine.config import SHIPPED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -38,6 +43,13 @@ ROUTER = b"router"
 PROMPT, BLOCK, LONGEST = 64, 16, 1900
 LONGEST_WAIT = 120.0
 """Seconds for one preparation beside steps."""
+SETTLE = 0.02
+"""Seconds of a slice that do not count: an operation of the preparation may still be under way."""
+REST = 0.01
+"""Seconds without steps before each slice.
+
+Linux stops processes of real-time priority (``chrt``) that take over 95 % of a core.
+"""
 ARMS = ("alone", "bounded", "unbounded")
 
 
@@ -113,6 +125,61 @@ def preparing(decoding: Decoding, model: Path, *, bounded: bool) -> Iterator[lis
             thread.join()
 
 
+class GatedPace(background.Pace):
+    """Pace of a preparation that stands still while a gate is closed."""
+
+    gate = threading.Event()
+
+    def rest(self) -> None:
+        super().rest()
+        self.gate.wait()
+
+
+class Pair(NamedTuple):
+    """Steps of two slices of time, one with a preparation under way, one without."""
+
+    beside: list[float]
+    alone: list[float]
+
+    @property
+    def loss(self) -> float:
+        """Share of its speed that the instance loses."""
+        return 1 - statistics.fmean(self.alone) / statistics.fmean(self.beside)
+
+
+def pairs(decoding: Decoding, model: Path, count: int, seconds: float) -> list[Pair]:
+    """Slices in turn, in pairs whose order changes."""
+    found = []
+
+    def slice_of(*, beside: bool) -> list[float]:
+        (GatedPace.gate.set if beside else GatedPace.gate.clear)()
+        time.sleep(REST)
+        decoding.steps(SETTLE)
+        return decoding.steps(seconds)
+
+    GatedPace.gate.set()
+    with patch.object(shard_weights, "Pace", GatedPace), preparing(decoding, model, bounded=True):
+        for number in range(count):
+            first = bool(number % 2)
+            one, other = slice_of(beside=first), slice_of(beside=not first)
+            found.append(Pair(one, other) if first else Pair(other, one))
+        GatedPace.gate.set()
+    return found
+
+
+def text_of(paired: list[Pair]) -> str:
+    """What pairs of slices come to."""
+    low, middle, high = statistics.quantiles([pair.loss for pair in paired], n=4)
+    alone = [step for pair in paired for step in pair.alone]
+    beside = [step for pair in paired for step in pair.beside]
+    mean, other = statistics.fmean(alone), statistics.fmean(beside)
+    return (
+        f"beside a preparation, {len(paired)} pairs: {middle:.1%} less speed (half of them {low:.0%} to "
+        f"{high:.0%}); all steps {1000 * mean:.3f} and {1000 * other:.3f} ms, {1 - mean / other:.1%} less; "
+        f"longest {1000 * max(alone):.1f} and {1000 * max(beside):.1f} ms"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,6 +190,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each part of a round")
+    parser.add_argument("--pairs", type=int, default=60, help="slices with and without a preparation")
+    parser.add_argument("--slice", type=float, default=0.1, help="seconds of each")
     parser.add_argument("--output", type=Path, help="JSON file for the numbers")
     options = parser.parse_args()
     model = Path(find_model(options.model, None))
@@ -136,6 +205,7 @@ def main() -> None:
             with preparing(decoding, model, bounded=arm == "bounded") as taken:
                 found[arm].append(statistics.median(decoding.steps(options.seconds)))
             prepared[arm] += taken
+    paired = pairs(decoding, model, options.pairs, options.slice)
     with preparing(decoding, model, bounded=True) as whole:
         ends = time.perf_counter() + LONGEST_WAIT
         while not whole and time.perf_counter() < ends:
@@ -147,7 +217,7 @@ def main() -> None:
         decoding.executor.new_weights.switch()
         switches.append(time.perf_counter() - began)
         decoding.steps(0.3)
-    for arm in ARMS:
+    for arm in ARMS if options.rounds > 1 else ():
         ratios = [each / alone - 1 for each, alone in zip(found[arm], found["alone"], strict=True)]
         text = f"{arm:>9}: {1000 * statistics.median(found[arm]):6.2f} ms a step of {options.rows} rows"
         if arm != "alone":
@@ -156,6 +226,8 @@ def main() -> None:
         if prepared[arm]:
             text += f"; prepared in {statistics.mean(prepared[arm]):.2f} s"
         print(text)
+    if paired:
+        print(text_of(paired))
     took = f"{whole[0]:.1f} s" if whole else f"over {LONGEST_WAIT:.0f} s"
     print(f"one preparation beside steps, bounded: {took}")
     print(f"the switch: {1000 * statistics.median(switches):.2f} ms, at most {1000 * max(switches):.2f}")
