@@ -53,17 +53,20 @@ class SpreadWeights:
             engine.model.checkpoint.ReadingStopped: ``should_stop`` returned True.
         """
         layers = expert_modules(self._module)
-        names = {path: [name for name, _ in expert_parameters(layer)] for path, layer in layers.items()}
-        rows = {f"{path}.{name}": tensors[f"{path}.{name}"] for path, own in names.items() for name in own}
+        types = {
+            path: {name: each.dtype for name, each in expert_parameters(layer)}
+            for path, layer in layers.items()
+        }
+        rows = {f"{path}.{name}": tensors[f"{path}.{name}"] for path, own in types.items() for name in own}
         other = [experts if experts != self._experts[0] else () for experts in self._experts]
         if any(other):
             rows |= read_experts(self._module, self._directory, other, should_stop, online)
         on_built = self._held.on_built
-        for path, own in names.items():
-            made = {name: _parameter(name, rows[f"{path}.{name}"]) for name in own}
+        for path, own in types.items():
+            made = {name: _parameter(name, rows[f"{path}.{name}"], dtype) for name, dtype in own.items()}
             self._parameters[path] = made
             if on_built is not None:
-                on_built(layers[path], made, [-1] * len(made[own[0]]))
+                on_built(layers[path], made, [-1] * len(made[next(iter(own))]))
         return {name: tensor for name, tensor in tensors.items() if name not in rows}
 
     def switch(self) -> None:
@@ -71,9 +74,12 @@ class SpreadWeights:
         self._held.replace(self._directory, self._experts, self._parameters)
 
 
-def _parameter(name: str, rows: torch.Tensor) -> torch.nn.Parameter:
-    """Parameter [experts, ...] of a module, with the codes of its rows."""
-    made = torch.nn.Parameter(rows.data, requires_grad=False)
+def _parameter(name: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+    """Parameter [experts, ...] of a module, with the codes of its rows.
+
+    ``dtype``: of the model, which its files may not have.
+    """
+    made = torch.nn.Parameter(rows.data.to(dtype), requires_grad=False)
     if (codes := reader_of(rows)) is not None:
         attach_expert_codes(made, name, codes)
     return made

@@ -44,7 +44,7 @@ PROMPT, BLOCK, LONGEST = 64, 16, 1900
 LONGEST_WAIT = 120.0
 """Seconds for one preparation beside steps."""
 SETTLE = 0.02
-"""Seconds of a slice that do not count: an operation of the preparation may still be under way."""
+"""Seconds of a slice that do not count: part of the preparation may still run."""
 REST = 0.01
 """Seconds without steps before each slice.
 

@@ -1,4 +1,4 @@
-"""Bodies and answers of the calls by which trainers hand over weights, as vLLM and SGLang have them."""
+"""Bodies and answers of the calls by which trainers hand over weights."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from router.app.transfer_bodies import (
     read_tensors,
 )  # fmt: skip
 from router.app.transfer_session import WeightTransfer, check_announced, part_of, write_part
-from router.app.weights_in_use import TransferMesh, WeightsInUse
+from router.app.weights_in_use import TransferMesh, VersionInUse
 from router.errors import ApiError
 from router.http.body import read_body
 
@@ -81,7 +81,7 @@ class TransferEndpoints:
     ) -> None:
         """``room``: directory of versions that are put together, the same on every host."""
         self._commands = OrderedCommands(mesh, command)
-        self._in_use = WeightsInUse(mesh, command)
+        self._in_use = VersionInUse(mesh, command)
         self._room = room
         self._transfer = WeightTransfer()
         self._member = GroupMember()

@@ -1,4 +1,4 @@
-"""Endpoints that tell of the weights in use, name them, and read some of their numbers."""
+"""Endpoints that tell of the weights in use, and name them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TransferMesh(Protocol):
     def numerics(self) -> Mapping[Numerics, list[int]]: ...
 
 
-class WeightsInUse:
+class VersionInUse:
     """Handlers of the endpoints, and what is known of the version in use."""
 
     def __init__(
