@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from router.offline.mesh import EngineDeadError
     from router.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from router.offline.params import LoRARequest, SamplingParams
+    from router.offline.pooled import PooledParams as PoolingParams
+    from router.offline.pooled import PoolingRequestOutput
     from router.offline.run import GenerationError
     from router.openai_api import StructuredOutputs as StructuredOutputsParams
 
@@ -25,6 +27,8 @@ __all__ = [
     "GenerationError",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -37,6 +41,8 @@ _HOMES = {
     "LLM": "router.offline.llm:LLM",
     "LoRARequest": "router.offline.params:LoRARequest",
     "Logprob": "router.offline.outputs:Logprob",
+    "PoolingParams": "router.offline.pooled:PooledParams",
+    "PoolingRequestOutput": "router.offline.pooled:PoolingRequestOutput",
     "RequestOutput": "router.offline.outputs:RequestOutput",
     "SamplingParams": "router.offline.params:SamplingParams",
     "StructuredOutputsParams": "router.openai_api:StructuredOutputs",

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from coordinator.messages import AdapterSource, ExpertBalance, Role
+from coordinator.messages import AdapterSource, ExpertBalance, Role, Settings
 from coordinator.numerics import UNKNOWN as UNKNOWN_CLASS
 from coordinator.numerics import Numerics
 from coordinator.pooled_model import PooledModel
@@ -81,6 +81,20 @@ class ServedModel(msgspec.Struct, frozen=True):
             if each.name == name:
                 return each.digest
         raise LookupError(f"no model and no adapter is named {name}")
+
+
+def served_model(settings: Settings, directory: str) -> ServedModel:
+    """The model that settings of a mesh describe, with its tokenizer's directory."""
+    return ServedModel(
+        names=settings.served_model_name,
+        directory=directory,
+        vocab_size=settings.vocab_size,
+        max_model_len=settings.max_model_len,
+        fingerprint=settings.fingerprint,
+        adapters=() if settings.lora is None else settings.lora.adapters,
+        ranks=settings.tensor_parallel_size,
+        pooling=settings.pooling,
+    )
 
 
 class Known(msgspec.Struct, frozen=True):

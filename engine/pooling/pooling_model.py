@@ -74,6 +74,8 @@ class PoolingModel:
         register()
         self._module = _load(info, dtype, reads_weights=reads_weights, trusts_code=trusts_code)
         self._base = self._module.base_model
+        if self.facts.convert == "embed" and isinstance(getattr(self._base, "pooler", None), torch.nn.Module):
+            self._base.pooler = None  # a head that embeddings do not have
         self._stored = _StoredStates()
         self._has_head = self._base is not self._module and not self.facts.answer_tokens
         if self._has_head and self.facts.convert != "embed":

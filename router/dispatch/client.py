@@ -48,7 +48,7 @@ from router.dispatch.reservations import Reservations
 from router.dispatch.shadow.shadowing import Shadowing
 from router.dispatch.stream import Stream
 from router.faults import Faults
-from router.mesh import Prompt, ServedModel
+from router.mesh import Prompt, ServedModel, served_model
 
 logger = logging.getLogger(__name__)
 
@@ -238,16 +238,7 @@ class MeshClient(RouterFacts):
                 "model %s is not on this host: using sampling defaults of %s", name, self._tokenizer
             )
             directory = self._tokenizer
-        return ServedModel(
-            names=settings.served_model_name,
-            directory=str(directory),
-            vocab_size=settings.vocab_size,
-            max_model_len=settings.max_model_len,
-            fingerprint=settings.fingerprint,
-            adapters=() if settings.lora is None else settings.lora.adapters,
-            ranks=settings.tensor_parallel_size,
-            pooling=settings.pooling,
-        )
+        return served_model(settings, str(directory))
 
     def _connect(self, instance: PooledInstance) -> None:
         """Open a connection if that is possible; the other instances are served in any case."""

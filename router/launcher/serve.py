@@ -460,6 +460,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
         _of("router.tools.batch.command"),
         "answer a file of requests (OpenAI's batch format) by a mesh of its own",
     ),
+    "embed": (
+        _of("router.tools.embed"),
+        "embed the texts of a file by a mesh of its own",
+    ),
     "replay": (
         _of("router.tools.replay.command"),
         "compute saved answers again, from their capsules, and compare them to the bit",

@@ -29,13 +29,14 @@ import msgspec
 from engine.settings import resolve
 from router.config import ServeConfig
 from router.errors import ApiError
-from router.mesh import ServedModel
+from router.mesh import served_model
 from router.offline.adapters import Adapters, PromptAdapters
 from router.offline.config import llm_config
 from router.offline.inputs import Job, JobMaker, as_conversations, as_prompts, in_users_terms, one_per_prompt
 from router.offline.mesh import PrivateMesh
 from router.offline.outputs import RequestOutput, scores_of
 from router.offline.params import SamplingParams
+from router.offline.pooled import PoolingCalls
 from router.offline.progress import progress_bar
 from router.offline.run import run_jobs
 from router.offline.weights import update_command
@@ -56,7 +57,7 @@ With so many, no batch waits for the next prompt.
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(PoolingCalls):
     """Language model for one program, served by a mesh of its own.
 
     Arguments are the long flags of ``serve``: every flag of the mesh, the model, the scheduler, the KV cache
@@ -113,10 +114,20 @@ class LLM:
                 **flags,
             }
         )
+        named = {"data_parallel_address", "data_parallel_rpc_port"} & flags.keys()
+        self._start(config, port_is_free_choice=not named)
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> LLM:
+        """The same with settings of ``serve``; its coordinator gets any port."""
+        made = cls.__new__(cls)
+        made._start(config, port_is_free_choice=True)
+        return made
+
+    def _start(self, config: ServeConfig, *, port_is_free_choice: bool) -> None:
         began = time.monotonic()
         settings, text_model = local_model(config)
-        named = {"data_parallel_address", "data_parallel_rpc_port"} & flags.keys()
-        self._mesh = PrivateMesh(config, settings, port_is_free_choice=not named)
+        self._mesh = PrivateMesh(config, settings, port_is_free_choice=port_is_free_choice)
         self._finalizer = weakref.finalize(self, self._mesh.close, waits_for_others=False)
         self._mesh.start()
         served = self._mesh.client.model
@@ -322,6 +333,8 @@ class LLM:
         """Make all jobs, then run them: a bad prompt raises before anything is generated."""
         if not self._mesh.is_alive:
             raise self._mesh.dead()
+        if (pooling := self._model.served.pooling) is not None:
+            raise ValueError(f"this model generates no text, it does {', '.join(pooling.tasks)}")
         jobs = []
         with self._preparing:  # several threads may call; each draws its seeds in one go
             for index in range(count):
@@ -365,16 +378,4 @@ def local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]
     if config.engine.model.model is None and config.mesh.headless:
         return None, None
     info, settings = resolve(config.engine, config.mesh.known_size)
-    return settings, load_text_model(_served(settings, info.directory), config.http)
-
-
-def _served(settings: Settings, directory: str) -> ServedModel:
-    return ServedModel(
-        names=settings.served_model_name,
-        directory=directory,
-        vocab_size=settings.vocab_size,
-        max_model_len=settings.max_model_len,
-        fingerprint=settings.fingerprint,
-        adapters=() if settings.lora is None else settings.lora.adapters,
-        ranks=settings.tensor_parallel_size,
-    )
+    return settings, load_text_model(served_model(settings, info.directory), config.http)

@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from router.offline.outputs import RequestOutput
-
-OnOutput = Callable[[RequestOutput], None]
+OnOutput = Callable[[Any], None]
+"""Called with an output: of generation, or of a pooling model, which has no tokens."""
 TITLE = "Processed prompts"
 
 
@@ -53,7 +52,7 @@ class _Rates:
         self._began = time.monotonic()
         self._tokens_in = self._tokens_out = 0
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: Any) -> None:
         self._tokens_in += len(output.prompt_token_ids)
         self._tokens_out += sum(len(sample.token_ids) for sample in output.outputs)
         seconds = max(time.monotonic() - self._began, 1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -99,31 +99,50 @@ class PooledRunner:
     async def _answers(
         self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
     ) -> list[Pooled]:
-        batch: PooledBatch[Pooled] = PooledBatch([len(each.ids) for each in inputs])
-        running: dict[asyncio.Task[Pooled], int] = {}
-        try:
-            while not batch.is_complete:
-                for index in batch.to_send():
-                    prompt = _prompt(terms, index, len(inputs), inputs[index], params)
-                    running[asyncio.create_task(self._pooled(prompt))] = index
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    batch.take(running.pop(task), task.result())
-            return batch.answers()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        return await pooled_answers(
+            self._mesh,
+            [len(each.ids) for each in inputs],
+            lambda index: _prompt(terms, index, len(inputs), inputs[index], params),
+        )
 
-    async def _pooled(self, prompt: Prompt) -> Pooled:
-        generation = self._mesh.generate(prompt)
-        with contextlib.closing(generation):
-            async for delta in generation:
-                if delta.pooled is not None:
-                    return delta.pooled
-                if delta.finish_reason is not None:
-                    raise ApiError(500, f"The input could not be computed: {delta.error or 'no result'}.")
-        raise ApiError(500, "The request ended without a result.")
+
+async def pooled_answers(
+    mesh: Mesh,
+    sizes: Sequence[int],
+    prompt_of: Callable[[int], Prompt],
+    on_answer: Callable[[int], None] = lambda _: None,
+) -> list[Pooled]:
+    """Answers to inputs of so many tokens each; the first failure ends all.
+
+    ``prompt_of`` makes the prompt of each; ``on_answer`` is called as each is answered.
+    """
+    batch: PooledBatch[Pooled] = PooledBatch(sizes)
+    running: dict[asyncio.Task[Pooled], int] = {}
+    try:
+        while not batch.is_complete:
+            for index in batch.to_send():
+                running[asyncio.create_task(_pooled(mesh, prompt_of(index)))] = index
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = running.pop(task)
+                batch.take(index, task.result())
+                on_answer(index)
+        return batch.answers()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _pooled(mesh: Mesh, prompt: Prompt) -> Pooled:
+    generation = mesh.generate(prompt)
+    with contextlib.closing(generation):
+        async for delta in generation:
+            if delta.pooled is not None:
+                return delta.pooled
+            if delta.finish_reason is not None:
+                raise ApiError(500, f"The input could not be computed: {delta.error or 'no result'}.")
+    raise ApiError(500, "The request ended without a result.")
 
 
 def check_tasks(served: ServedModel, tasks: Sequence[PoolingTask]) -> PooledModel:

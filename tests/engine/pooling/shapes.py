@@ -62,7 +62,9 @@ def make_checkpoint(directory: Path, shape: str, task: str = "", **more: Any) ->
     return directory
 
 
-def add_sentence_files(directory: Path, pooling: str, *, normalizes: bool, dense: int = 0) -> None:
+def add_sentence_files(
+    directory: Path, pooling: str, *, normalizes: bool, dense: int = 0, dimensions: int = 64
+) -> None:
     """Write the files of sentence-transformers."""
     modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
     modules += [("Dense", "2_Dense")] * bool(dense) + [("Normalize", "3_Normalize")] * normalizes
@@ -73,7 +75,7 @@ def add_sentence_files(directory: Path, pooling: str, *, normalizes: bool, dense
     (directory / "modules.json").write_text(json.dumps(listed))
     (directory / "1_Pooling").mkdir()
     modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
-    mode = {"word_embedding_dimension": 64, f"pooling_mode_{modes[pooling]}": True}
+    mode = {"word_embedding_dimension": dimensions, f"pooling_mode_{modes[pooling]}": True}
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(mode))
     if dense:
         from safetensors.torch import save_file
