@@ -33,6 +33,7 @@ class DecodeContinuation:
         packed: PackedRows,
         plan: NativePlan,
         block_size: int,
+        turned: Int64s | None = None,
     ) -> None:
         """``arguments`` point to the arrays of the others, which are changed from now on."""
         self.arguments = arguments
@@ -40,7 +41,7 @@ class DecodeContinuation:
         self.size = len(input_ids)
         self._ids, self._slots, self._tables = input_ids, plan.slots, plan.tables
         self._positions, self._starts = packed.positions, packed.starts
-        self._turned: Int64s | None = arguments.array_of("turned")
+        self._turned = turned
         """[rows] positions by which heads are turned; None: those in the text."""
         self._block_size = block_size
         self._longest = int(packed.positions.max())

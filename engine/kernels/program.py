@@ -251,7 +251,9 @@ class Program:
         turned = arguments.array_of("turned")
         goes_on = turned is None or bool((turned >= 0).all())  # an image's token is not followed by its next
         if packed.num_single == len(packed.starts) == len(wanted) and goes_on:
-            self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
+            self.continuation = DecodeContinuation(
+                arguments, input_ids, packed, plan, self._cache.block_size, turned
+            )
             return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()
         return found
