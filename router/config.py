@@ -283,6 +283,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "as this serve.",
         ),
     ] = None
+    store_url: Annotated[
+        str | None,
+        flag(
+            secret=True,
+            help="PostgreSQL database in place of --store-path, for routers of several hosts: "
+            "postgresql://USER@HOST/DATABASE. The password may be in ~/.pgpass or PGPASSWORD.",
+        ),
+    ] = None
     store_max_bytes: Annotated[
         Bytes, flag(help="Most bytes of stored answers; then new ones are not stored.")
     ] = 1024**3
@@ -319,6 +327,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"--admin-host {self.admin_host} is not loopback: give --admin-api-key, too, or anybody "
                 "there could drain the mesh"
             )
+        if self.store_path is not None and self.store_url is not None:
+            raise ValueError("--store-path and --store-url are two stores: give one of them")
         if self.uds is not None and not self.uds.strip():
             raise ValueError("--uds is empty: give the path of a Unix socket, or leave it out")
         if self.admin_port and self.admin_port == self.port and self.uds is None:

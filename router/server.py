@@ -348,9 +348,15 @@ def _app(
 def _store(config: RouterConfig) -> AnswerStore | None:
     """The store of answers; None if it does not open."""
     directory, path = config.counts_directory, config.http.store_path
-    if path is None and directory is None:
+    place: Path | str
+    if config.http.store_url is not None:
+        place = config.http.store_url
+    elif path is not None:
+        place = Path(path)
+    elif directory is not None:
+        place = Path(directory) / ANSWERS
+    else:
         return None
-    place = Path(path) if path is not None else Path(directory or "") / ANSWERS
     most = config.http.store_max_bytes
     try:
         return AnswerStore(StoreDatabase(place, most_bytes=most, lasts=path is not None))

@@ -6,7 +6,6 @@ answer, the first that was stored.
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -14,7 +13,9 @@ import msgspec
 
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject, BatchState, RequestCounts
-from router.stored.database import ENDED, StoreDatabase
+from router.stored.backend import Session
+from router.stored.database import StoreDatabase
+from router.stored.schema import ENDED
 
 MOST_UNENDED = 100
 """Batches of a tenant that have not ended; more are refused with 429."""
@@ -61,13 +62,13 @@ class BatchStore:
         """
         body = msgspec.json.encode(batch)
 
-        def begin(connection: sqlite3.Connection) -> None:
-            self._database.check_room(connection, len(body))
+        def begin(session: Session) -> None:
+            self._database.check_room(session, len(body))
             query = f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND state NOT IN ({ENDED})"
-            if connection.execute(query, (tenant,)).fetchone()[0] >= MOST_UNENDED:
+            if session.execute(query, (tenant,)).fetchone()[0] >= MOST_UNENDED:
                 raise TooManyBatches
             row = (batch.id, tenant, time.time(), NEVER, batch.status, self._database.owner)
-            connection.execute(
+            session.execute(
                 "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*row, batch.input_file_id, body, len(body)),
             )
@@ -77,33 +78,33 @@ class BatchStore:
     async def get(self, id: str, tenant: str) -> BatchObject | None:
         """A tenant's batch, with its counts as they are now."""
 
-        def get(connection: sqlite3.Connection) -> BatchObject | None:
+        def get(session: Session) -> BatchObject | None:
             query = "SELECT body FROM batches WHERE id = ? AND tenant = ?"
-            row = connection.execute(query, (id, tenant)).fetchone()
-            return None if row is None else _counted(connection, _decode(row[0]))
+            row = session.execute(query, (id, tenant)).fetchone()
+            return None if row is None else _counted(session, _decode(row[0]))
 
         return await self._database.run(get)
 
     async def all(self, tenant: str) -> list[BatchObject]:
         """A tenant's batches, newest first."""
 
-        def all(connection: sqlite3.Connection) -> list[BatchObject]:
+        def all(session: Session) -> list[BatchObject]:
             query = "SELECT body FROM batches WHERE tenant = ? ORDER BY created DESC, id"
-            return [_counted(connection, _decode(body)) for (body,) in connection.execute(query, (tenant,))]
+            return [_counted(session, _decode(body)) for (body,) in session.execute(query, (tenant,))]
 
         return await self._database.run(all)
 
     async def change(self, id: str, change: Callable[[BatchObject], None]) -> None:
         """Change a batch that has not ended, also one of another router."""
 
-        def write(connection: sqlite3.Connection) -> None:
-            row = connection.execute(
+        def write(session: Session) -> None:
+            row = session.execute(
                 f"SELECT body FROM batches WHERE id = ? AND state IN ({ALIVE})", (id,)
             ).fetchone()
             if row is not None:
                 batch = _decode(row[0])
                 change(batch)
-                _put(connection, batch, NEVER)
+                _put(session, batch, NEVER)
 
         await self._database.run(write)
 
@@ -118,13 +119,13 @@ class BatchStore:
             BatchTaken: it is another router's, or has ended.
         """
 
-        def write(connection: sqlite3.Connection) -> BatchObject:
-            batch = self._owned(connection, id)
+        def write(session: Session) -> BatchObject:
+            batch = self._owned(session, id)
             change(batch)
             if ended is not None:
-                batch = _counted(connection, batch)
-                connection.execute("DELETE FROM batch_lines WHERE batch = ?", (id,))
-            _put(connection, batch, NEVER if ended is None else ended)
+                batch = _counted(session, batch)
+                session.execute("DELETE FROM batch_lines WHERE batch = ?", (id,))
+            _put(session, batch, NEVER if ended is None else ended)
             return batch
 
         return await self._database.run(write)
@@ -139,12 +140,12 @@ class BatchStore:
             BatchTaken: the batch is another router's, or has ended.
         """
 
-        def write(connection: sqlite3.Connection) -> None:
-            self._owned(connection, id)
-            self._database.check_room(connection, len(answer.text))
-            connection.execute(
-                "INSERT OR IGNORE INTO batch_lines VALUES (?, ?, ?, ?, ?)",
-                (id, number, answer.is_error, answer.text, len(answer.text)),
+        def write(session: Session) -> None:
+            self._owned(session, id)
+            self._database.check_room(session, len(answer.text))
+            session.execute(
+                "INSERT INTO batch_lines VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                (id, number, int(answer.is_error), answer.text, len(answer.text)),
             )
 
         await self._database.run(write)
@@ -152,8 +153,8 @@ class BatchStore:
     async def answered(self, id: str) -> set[int]:
         """Numbers of the lines that have an answer."""
         return await self._database.run(
-            lambda connection: {
-                row[0] for row in connection.execute("SELECT number FROM batch_lines WHERE batch = ?", (id,))
+            lambda session: {
+                row[0] for row in session.execute("SELECT number FROM batch_lines WHERE batch = ?", (id,))
             }
         )
 
@@ -162,10 +163,10 @@ class BatchStore:
         after = -1
         while True:
             rows = await self._database.run(
-                lambda connection, after=after: connection.execute(  # type: ignore[misc]
+                lambda session, after=after: session.execute(  # type: ignore[misc]
                     "SELECT number, answer FROM batch_lines WHERE batch = ? AND number > ? AND is_error = ?"
                     " ORDER BY number LIMIT ?",
-                    (id, after, errors, READ_AT_ONCE),
+                    (id, after, int(errors), READ_AT_ONCE),
                 ).fetchall()
             )
             if not rows:
@@ -176,52 +177,50 @@ class BatchStore:
 
     # ---- ownership
 
-    def _owned(self, connection: sqlite3.Connection, id: str) -> BatchObject:
+    def _owned(self, session: Session, id: str) -> BatchObject:
         """A running batch of this router, in a transaction; raises BatchTaken."""
         query = f"SELECT body FROM batches WHERE id = ? AND owner = ? AND state IN ({ALIVE})"
-        row = connection.execute(query, (id, self._database.owner)).fetchone()
+        row = session.execute(query, (id, self._database.owner)).fetchone()
         if row is None:
             raise BatchTaken(f"the batch {id} belongs to another router, or has ended")
         return _decode(row[0])
 
     async def claim(self, id: str) -> bool:
         """Own a batch whose owner is dead; whether it is owned now."""
-        return await self._database.run(
-            lambda connection: self._database.claim(connection, "batches", id, ALIVE)
-        )
+        return await self._database.run(lambda session: self._database.claim(session, "batches", id, ALIVE))
 
     async def owned(self) -> list[OwnedBatch]:
         """Batches of this router that have not ended."""
         query = f"SELECT tenant, body FROM batches WHERE state IN ({ALIVE}) AND owner = ? ORDER BY created"
         rows = await self._database.run(
-            lambda connection: connection.execute(query, (self._database.owner,)).fetchall()
+            lambda session: session.execute(query, (self._database.owner,)).fetchall()
         )
         return [OwnedBatch(tenant, _decode(body)) for tenant, body in rows]
 
     async def orphans(self) -> list[str]:
         """Ids of batches that have not ended, whose owners are dead."""
 
-        def orphans(connection: sqlite3.Connection) -> list[str]:
+        def orphans(session: Session) -> list[str]:
             query = f"SELECT id, owner FROM batches WHERE state IN ({ALIVE}) AND owner != ?"
-            rows = connection.execute(query, (self._database.owner,)).fetchall()
+            rows = session.execute(query, (self._database.owner,)).fetchall()
             dead = {owner for owner in {owner for _, owner in rows} if not self._database.lives(owner)}
             return [id for id, owner in rows if owner in dead]
 
         return await self._database.run(orphans)
 
 
-def _put(connection: sqlite3.Connection, batch: BatchObject, expires: float) -> None:
+def _put(session: Session, batch: BatchObject, expires: float) -> None:
     body = msgspec.json.encode(batch)
-    connection.execute(
+    session.execute(
         "UPDATE batches SET state = ?, expires = ?, body = ?, bytes = ? WHERE id = ?",
         (batch.status, expires, body, len(body), batch.id),
     )
 
 
-def _counted(connection: sqlite3.Connection, batch: BatchObject) -> BatchObject:
+def _counted(session: Session, batch: BatchObject) -> BatchObject:
     """The batch with the counts of its lines."""
     if not batch.status.has_ended or not batch.request_counts.completed + batch.request_counts.failed:
         query = "SELECT COUNT(*), COALESCE(SUM(is_error), 0) FROM batch_lines WHERE batch = ?"
-        answered, failed = connection.execute(query, (batch.id,)).fetchone()
-        batch.request_counts = RequestCounts(batch.request_counts.total, answered - failed, failed)
+        answered, failed = session.execute(query, (batch.id,)).fetchone()
+        batch.request_counts = RequestCounts(batch.request_counts.total, answered - int(failed), int(failed))
     return batch

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 import uuid
 from collections.abc import AsyncIterator
 
 from router.batches.objects import FileObject
-from router.stored.database import ENDED, StoreDatabase
+from router.stored.backend import Session
+from router.stored.database import StoreDatabase
+from router.stored.schema import ENDED
 
 PART_BYTES = 1 << 18
 """Size of the parts in which a file is kept."""
@@ -46,11 +47,11 @@ class StoredFiles:
             StoreFull: there is no room, and the file ``is_bounded``.
         """
 
-        def append(connection: sqlite3.Connection) -> None:
+        def append(session: Session) -> None:
             if is_bounded:
-                self._database.check_room(connection, len(part))
-            connection.execute("INSERT INTO file_parts VALUES (?, ?, ?)", (id, number, part))
-            connection.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(part), id))
+                self._database.check_room(session, len(part))
+            session.execute("INSERT INTO file_parts VALUES (?, ?, ?)", (id, number, part))
+            session.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(part), id))
 
         await self._database.run(append)
 
@@ -61,8 +62,8 @@ class StoredFiles:
     async def get(self, id: str, tenant: str) -> FileObject | None:
         """A tenant's file, unless it has expired."""
         found = await self._database.run(
-            lambda connection: connection.execute(
-                f"SELECT {COLUMNS} FROM files WHERE id = ? AND tenant = ? AND is_whole AND expires > ?",
+            lambda session: session.execute(
+                f"SELECT {COLUMNS} FROM files WHERE id = ? AND tenant = ? AND is_whole = 1 AND expires > ?",
                 (id, tenant, time.time()),
             ).fetchone()
         )
@@ -71,10 +72,10 @@ class StoredFiles:
     async def all(self, tenant: str, purpose: str | None) -> list[FileObject]:
         """A tenant's files, oldest first."""
         rows = await self._database.run(
-            lambda connection: connection.execute(
-                f"SELECT {COLUMNS} FROM files WHERE tenant = ? AND is_whole AND expires > ?"
-                " AND (? IS NULL OR purpose = ?) ORDER BY created, id",
-                (tenant, time.time(), purpose, purpose),
+            lambda session: session.execute(
+                f"SELECT {COLUMNS} FROM files WHERE tenant = ? AND is_whole = 1 AND expires > ?"
+                f"{'' if purpose is None else ' AND purpose = ?'} ORDER BY created, id",
+                (tenant, time.time(), *([] if purpose is None else [purpose])),
             ).fetchall()
         )
         return [_object_of(row) for row in rows]
@@ -86,12 +87,12 @@ class StoredFiles:
             FileInUse: a batch reads it.
         """
 
-        def delete(connection: sqlite3.Connection) -> None:
+        def delete(session: Session) -> None:
             query = f"SELECT id FROM batches WHERE input = ? AND state NOT IN ({ENDED})"
-            if (found := connection.execute(query, (id,)).fetchone()) is not None:
+            if (found := session.execute(query, (id,)).fetchone()) is not None:
                 raise FileInUse(f"The batch {found[0]} reads this file: cancel it first.")
-            connection.execute("DELETE FROM file_parts WHERE file = ?", (id,))
-            connection.execute("DELETE FROM files WHERE id = ?", (id,))
+            session.execute("DELETE FROM file_parts WHERE file = ?", (id,))
+            session.execute("DELETE FROM files WHERE id = ?", (id,))
 
         await self._database.run(delete)
 
@@ -100,7 +101,7 @@ class StoredFiles:
         number = 0
         while True:
             found = await self._database.run(
-                lambda connection, number=number: connection.execute(  # type: ignore[misc]
+                lambda session, number=number: session.execute(  # type: ignore[misc]
                     "SELECT data FROM file_parts WHERE file = ? AND number = ?", (id, number)
                 ).fetchone()
             )

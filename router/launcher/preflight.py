@@ -20,6 +20,7 @@ from parallel.topology import usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.http.tls import tls_problem
 from router.launcher.scaling import MachineCapacity, ScalingRefused, check_cores
+from router.stored.postgres_backend import url_problem
 from router.text.sampling_defaults import sampling_defaults
 from router.text.tokens import TokenizerError, load_tokenizer
 
@@ -39,7 +40,9 @@ def problem_with(config: ServeConfig) -> str | None:
         return problem
     if config.mesh.data_parallel_rpc_port == 0:
         return "--data-parallel-rpc-port must be a port that all processes know, not 0"
-    if problem := _tls_problem(config) or _trace_problem(config) or _instance_problem(config):
+    if problem := _store_problem(config) or _tls_problem(config):
+        return problem
+    if problem := _trace_problem(config) or _instance_problem(config):
         return problem
     if config.ray_flag is not None and (missing := why_not()) is not None:
         return f"{config.ray_flag}: {missing}"
@@ -55,6 +58,12 @@ def problem_with(config: ServeConfig) -> str | None:
 def _tls_problem(config: ServeConfig) -> str | None:
     """Why the router here cannot speak TLS; None if it can, or there is none."""
     return None if config.mesh.headless or config.engine.nodes.node_rank else tls_problem(config.http)
+
+
+def _store_problem(config: ServeConfig) -> str | None:
+    """Why answers cannot be stored where the flags want it; None if they can."""
+    url = None if config.mesh.headless else config.http.store_url
+    return None if url is None else url_problem(url)
 
 
 def _trace_problem(config: ServeConfig) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from router.stored.backend import Session
 from router.stored.database import StoreDatabase
 
 Item = dict[str, Any]
@@ -52,9 +52,9 @@ class ConversationStore:
         made = StoredConversation(f"conv_{uuid.uuid4().hex}", now, metadata, list(items))
         encoded = msgspec.json.encode(made.items)
 
-        def begin(connection: sqlite3.Connection) -> None:
-            self._database.check_room(connection, len(encoded))
-            connection.execute(
+        def begin(session: Session) -> None:
+            self._database.check_room(session, len(encoded))
+            session.execute(
                 "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (made.id, tenant, now, now + self._ttl, msgspec.json.encode(metadata), encoded, len(encoded)),
             )
@@ -64,7 +64,7 @@ class ConversationStore:
 
     async def get(self, id: str, tenant: str) -> StoredConversation | None:
         """A tenant's conversation, unless it has expired."""
-        return await self._database.run(lambda connection: found_in(connection, id, tenant))
+        return await self._database.run(lambda session: found_in(session, id, tenant))
 
     async def change(
         self, id: str, tenant: str, change: Callable[[StoredConversation], None]
@@ -75,13 +75,13 @@ class ConversationStore:
             TooManyItems, StoreFull: there is no room.
         """
 
-        def write(connection: sqlite3.Connection) -> StoredConversation | None:
-            found = found_in(connection, id, tenant)
+        def write(session: Session) -> StoredConversation | None:
+            found = found_in(session, id, tenant)
             if found is not None:
                 before = len(msgspec.json.encode(found.items))
                 change(found)
-                self._database.check_room(connection, len(msgspec.json.encode(found.items)) - before)
-                put(connection, found, time.time() + self._ttl)
+                self._database.check_room(session, len(msgspec.json.encode(found.items)) - before)
+                put(session, found, time.time() + self._ttl)
             return found
 
         return await self._database.run(write)
@@ -91,16 +91,16 @@ class ConversationStore:
         await self._database.write("DELETE FROM conversations WHERE id = ?", (id,))
 
 
-def found_in(connection: sqlite3.Connection, id: str, tenant: str) -> StoredConversation | None:
+def found_in(session: Session, id: str, tenant: str) -> StoredConversation | None:
     """A tenant's conversation, in a transaction."""
     query = "SELECT created, metadata, items FROM conversations WHERE id = ? AND tenant = ? AND expires > ?"
-    row = connection.execute(query, (id, tenant, time.time())).fetchone()
+    row = session.execute(query, (id, tenant, time.time())).fetchone()
     if row is None:
         return None
     return StoredConversation(id, row[0], msgspec.json.decode(row[1]), msgspec.json.decode(row[2]))
 
 
-def put(connection: sqlite3.Connection, changed: StoredConversation, expires: float) -> None:
+def put(session: Session, changed: StoredConversation, expires: float) -> None:
     """Write a conversation that was changed, in a transaction.
 
     Raises:
@@ -109,19 +109,22 @@ def put(connection: sqlite3.Connection, changed: StoredConversation, expires: fl
     if len(changed.items) > MOST_ITEMS:
         raise TooManyItems(f"A conversation may have {MOST_ITEMS} items.")
     items = msgspec.json.encode(changed.items)
-    connection.execute(
-        "UPDATE conversations SET metadata = ?, items = ?, bytes = ?, expires = MAX(expires, ?) WHERE id = ?",
-        (msgspec.json.encode(changed.metadata), items, len(items), expires, changed.id),
+    session.execute(
+        "UPDATE conversations SET metadata = ?, items = ?, bytes = ? WHERE id = ?",
+        (msgspec.json.encode(changed.metadata), items, len(items), changed.id),
+    )
+    session.execute(
+        "UPDATE conversations SET expires = ? WHERE id = ? AND expires < ?", (expires, changed.id, expires)
     )
 
 
-def addition(id: str, tenant: str, items: list[Item], expires: float) -> Callable[[sqlite3.Connection], None]:
+def addition(id: str, tenant: str, items: list[Item], expires: float) -> Callable[[Session], None]:
     """Part of a transaction that adds items, unless the conversation is gone or full."""
 
-    def add(connection: sqlite3.Connection) -> None:
-        found = found_in(connection, id, tenant)
+    def add(session: Session) -> None:
+        found = found_in(session, id, tenant)
         if found is not None and len(found.items) + len(items) <= MOST_ITEMS:
             found.items += items
-            put(connection, found, expires)
+            put(session, found, expires)
 
     return add

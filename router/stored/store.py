@@ -1,4 +1,4 @@
-"""Stored answers, in the file that the routers of a host share.
+"""Stored answers, in the store that routers share.
 
 An answer is *running* from its request on, then *done*, *failed* or *cancelled*. While it runs, every batch
 of tokens is committed before any client sees it, so that a router which takes an answer over knows all that
@@ -8,7 +8,6 @@ was handed out. A router owns the answers that it runs.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,7 +16,9 @@ from typing import Any
 
 import msgspec
 
-from router.stored.database import StoreDatabase, expire, total_of
+from router.stored.backend import Session
+from router.stored.database import StoreDatabase
+from router.stored.schema import expire, total_of
 
 
 class AnswerState(StrEnum):
@@ -74,7 +75,7 @@ COLUMNS = ", ".join(StoredAnswer.__struct_fields__)
 
 
 class AnswerStore:
-    """Stored answers of one file, by their keys. All methods may raise :class:`.StoreUnusable`."""
+    """Stored answers, by their keys. All methods may raise :class:`.StoreUnusable`."""
 
     def __init__(self, database: StoreDatabase) -> None:
         self.database = database
@@ -102,14 +103,15 @@ class AnswerStore:
         """
         size = len(answer.request) + len(answer.input)
 
-        def begin(connection: sqlite3.Connection) -> None:
-            self.database.check_room(connection, size)
+        def begin(session: Session) -> None:
+            self.database.check_room(session, size)
             row = (*msgspec.structs.astuple(answer), size)
-            try:
-                marks = ", ".join("?" * len(row))
-                connection.execute(f"INSERT INTO answers ({COLUMNS}, bytes) VALUES ({marks})", row)
-            except sqlite3.IntegrityError as error:
-                raise AnswerExists(f"an answer {answer.id} is stored already") from error
+            marks = ", ".join("?" * len(row))
+            begun = session.execute(
+                f"INSERT INTO answers ({COLUMNS}, bytes) VALUES ({marks}) ON CONFLICT DO NOTHING", row
+            )
+            if not begun.rowcount:
+                raise AnswerExists(f"an answer {answer.id} is stored already")
 
         await self.database.run(begin)
 
@@ -120,7 +122,7 @@ class AnswerStore:
         expires: float,
         answer: bytes | None,
         events: Sequence[bytes],
-        also: Callable[[sqlite3.Connection], None] | None = None,
+        also: Callable[[Session], None] | None = None,
     ) -> None:
         """Store the end of an answer that this router owns, in place of its tokens.
 
@@ -128,25 +130,25 @@ class AnswerStore:
         """
         packed = await asyncio.to_thread(zlib.compress, b"".join(events), 1)
 
-        def end(connection: sqlite3.Connection) -> None:
-            ended = connection.execute(
+        def end(session: Session) -> None:
+            ended = session.execute(
                 "UPDATE answers SET state = ?, expires = ?, answer = ?, events = ?, bytes = bytes + ?"
                 f" WHERE {IS_OURS}",
                 (state, expires, answer, packed, len(packed) + len(answer or b""), id, self.owner),
             )
             if not ended.rowcount:
                 return
-            connection.execute("DELETE FROM tokens WHERE id = ?", (id,))
+            session.execute("DELETE FROM tokens WHERE id = ?", (id,))
             if also is not None:
-                also(connection)
+                also(session)
 
         await self.database.run(end)
 
     async def get(self, id: str) -> StoredAnswer | None:
         """The answer of this key, unless it has expired."""
 
-        def get(connection: sqlite3.Connection) -> StoredAnswer | None:
-            row = connection.execute(f"SELECT {COLUMNS} FROM answers WHERE id = ?", (id,)).fetchone()
+        def get(session: Session) -> StoredAnswer | None:
+            row = session.execute(f"SELECT {COLUMNS} FROM answers WHERE id = ?", (id,)).fetchone()
             if row is None:
                 return None
             found = _answer_of(row)
@@ -158,30 +160,30 @@ class AnswerStore:
     async def delete(self, id: str) -> None:
         """Delete an answer and its tokens."""
 
-        def delete(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM answers WHERE id = ?", (id,))
-            connection.execute("DELETE FROM tokens WHERE id = ?", (id,))
+        def delete(session: Session) -> None:
+            session.execute("DELETE FROM answers WHERE id = ?", (id,))
+            session.execute("DELETE FROM tokens WHERE id = ?", (id,))
 
         await self.database.run(delete)
 
     async def cancel(self, id: str, answer: bytes) -> None:
         """Store that a running answer is cancelled; its owner finds that out."""
 
-        def cancel(connection: sqlite3.Connection) -> None:
-            connection.execute(
+        def cancel(session: Session) -> None:
+            session.execute(
                 "UPDATE answers SET state = 'cancelled', answer = ? WHERE id = ? AND state = 'running'",
                 (answer, id),
             )
-            connection.execute("DELETE FROM tokens WHERE id = ?", (id,))
+            session.execute("DELETE FROM tokens WHERE id = ?", (id,))
 
         await self.database.run(cancel)
 
     async def expire(self) -> int:
         """Delete what has expired; returns the bytes that are left."""
 
-        def left(connection: sqlite3.Connection) -> int:
-            expire(connection, time.time())
-            return total_of(connection)
+        def left(session: Session) -> int:
+            expire(session, time.time())
+            return total_of(session)
 
         return await self.database.run(left)
 
@@ -205,8 +207,8 @@ class AnswerStore:
         await asyncio.sleep(0)  # the rest of the step's tokens
         batches, self._waiting, self._commit = self._waiting, [], None
 
-        def write(connection: sqlite3.Connection) -> set[str]:
-            written = connection.executemany(
+        def write(session: Session) -> set[str]:
+            written = session.executemany(
                 f"INSERT INTO tokens SELECT id, ?, ? FROM answers WHERE {IS_OURS}",
                 [(number, batch, id, self.owner) for id, number, batch in batches],
             )
@@ -214,19 +216,19 @@ class AnswerStore:
                 return set()
             query = f"SELECT 1 FROM answers WHERE {IS_OURS}"
             ids = {id for id, _, _ in batches}
-            return {id for id in ids if connection.execute(query, (id, self.owner)).fetchone() is None}
+            return {id for id in ids if session.execute(query, (id, self.owner)).fetchone() is None}
 
         try:
-            commit.set_result(await self.database.run(write))
+            commit.set_result(await self.database.run(write, only_adds=True))
         except Exception as error:  # noqa: BLE001 (raised where each of them waits)
             commit.set_exception(error)
 
     async def tokens(self, id: str, first: int) -> list[bytes]:
         """Batches of an answer's tokens from number ``first`` on."""
 
-        def tokens(connection: sqlite3.Connection) -> list[bytes]:
+        def tokens(session: Session) -> list[bytes]:
             query = "SELECT batch FROM tokens WHERE id = ? AND number >= ? ORDER BY number"
-            return [batch for (batch,) in connection.execute(query, (id, first))]
+            return [batch for (batch,) in session.execute(query, (id, first))]
 
         return await self.database.run(tokens)
 
@@ -236,15 +238,15 @@ class AnswerStore:
         """Own a running answer whose owner is dead; whether it is owned now."""
 
         return await self.database.run(
-            lambda connection: self.database.claim(connection, "answers", id, "'running'")
+            lambda session: self.database.claim(session, "answers", id, "'running'")
         )
 
     async def orphans(self) -> list[StoredAnswer]:
         """Running answers whose owners are dead."""
 
-        def orphans(connection: sqlite3.Connection) -> list[StoredAnswer]:
+        def orphans(session: Session) -> list[StoredAnswer]:
             query = f"SELECT {COLUMNS} FROM answers WHERE state = 'running' AND owner != ?"
-            rows = connection.execute(query, (self.owner,)).fetchall()
+            rows = session.execute(query, (self.owner,)).fetchall()
             found = [_answer_of(row) for row in rows]
             dead = {owner for owner in {each.owner for each in found} if not self.database.lives(owner)}
             return [each for each in found if each.owner in dead]

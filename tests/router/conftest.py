@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -31,6 +32,8 @@ from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import Tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.router.postgres import new_database
+from tests.router.postgres import server as postgres_server
 from tests.waiting import until
 
 MAX_MODEL_LEN = 256
@@ -126,6 +129,29 @@ def serving(mesh: FakeMesh, config: HttpConfig, store: AnswerStore | None = None
         uvicorn_server.should_exit = True
         thread.join()
         listener.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """URL of a PostgreSQL server."""
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """Where a store may be: a file, or a fresh database."""
+    if request.param == "sqlite":
+        return tmp_path / "answers"
+    return new_database(request.getfixturevalue("postgres"))
+
+
+@pytest.fixture(params=["sqlite", "postgres"] if os.environ.get("LOCKSTEP_NIGHTLY") == "1" else ["sqlite"])
+def endpoint_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """As ``place``, for tests of endpoints: a database at night only."""
+    if request.param == "sqlite":
+        return tmp_path / "answers"
+    return new_database(request.getfixturevalue("postgres"))
 
 
 @pytest.fixture(scope="session")

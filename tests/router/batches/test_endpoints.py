@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ KEYS = ("one", "two")
 CONFIG = HttpConfig(api_key=KEYS, batch_max_lines=8, batch_max_file_bytes=100_000)
 
 
-def database_of(path: Path, most_bytes: int = 1 << 20) -> StoreDatabase:
-    return StoreDatabase(path / "answers", most_bytes=most_bytes, lasts=False)
+def database_of(place: Path | str, most_bytes: int = 1 << 20) -> StoreDatabase:
+    return StoreDatabase(place, most_bytes=most_bytes, lasts=False)
 
 
 @pytest.fixture
@@ -40,8 +39,8 @@ def mesh(served: ServedModel, tokenizer: Tokenizer) -> FakeMesh:
 
 
 @pytest.fixture
-def server(mesh: FakeMesh, tmp_path: Path) -> Iterator[Server]:
-    database = database_of(tmp_path)
+def server(mesh: FakeMesh, endpoint_place: Path | str) -> Iterator[Server]:
+    database = database_of(endpoint_place)
     with serving(mesh, CONFIG, AnswerStore(database)) as server:
         yield server
     database.close()
@@ -237,13 +236,13 @@ def test_bad_uploads_and_batches_are_refused(
 
 
 def test_another_router_goes_on_with_the_lines_that_have_no_answer(
-    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
     quick = saying(ids_of(tokenizer, TEXT), FinishReason.STOP)
     dying = FakeMesh(served, quick)
     dying.script = lambda prompt: quick(prompt) if len(dying.prompts) < 3 else []
     lines = [line(each, temperature=0.9) for each in "abcdef"]
-    database = database_of(tmp_path)
+    database = database_of(endpoint_place)
     with (
         serving(dying, HttpConfig(), AnswerStore(database)) as first,
         openai.OpenAI(base_url=first.url + "/v1", api_key="none", max_retries=0) as client,
@@ -251,7 +250,7 @@ def test_another_router_goes_on_with_the_lines_that_have_no_answer(
         batch = begun(client, *lines)
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3)
     database.close()
-    database, living = database_of(tmp_path), FakeMesh(served, quick)
+    database, living = database_of(endpoint_place), FakeMesh(served, quick)
     with (
         serving(living, HttpConfig(), AnswerStore(database)) as second,
         openai.OpenAI(base_url=second.url + "/v1", api_key="none", max_retries=0) as client,
@@ -265,7 +264,7 @@ def test_another_router_goes_on_with_the_lines_that_have_no_answer(
 
 
 def test_a_batch_whose_time_is_over_names_the_lines_that_were_not_run(
-    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
     from router.batches.batch_runs import BatchRuns
     from router.batches.objects import BatchObject, BatchState
@@ -296,19 +295,19 @@ def test_a_batch_whose_time_is_over_names_the_lines_that_were_not_run(
         assert found.status is BatchState.EXPIRED
         return found
 
-    mesh, database = FakeMesh(served, saying([])), database_of(tmp_path)
+    mesh, database = FakeMesh(served, saying([])), database_of(endpoint_place)
     metrics = Metrics(mesh)
     asyncio.run(run(mesh, batch_runs(database, mesh, HttpConfig(), metrics, {})))
     assert not mesh.prompts
     database.close()
 
 
-def test_a_router_that_was_taken_for_dead_answers_no_line_of_the_new_owner(tmp_path: Path) -> None:
+def test_a_router_that_was_taken_for_dead_answers_no_line_of_the_new_owner(place: Path | str) -> None:
     from router.batches.batch_store import BatchStore, BatchTaken
     from router.batches.lines import LineAnswer
     from router.batches.objects import BatchObject
 
-    lost, owner = database_of(tmp_path), database_of(tmp_path)
+    lost, owner = database_of(place), database_of(place)
     old, new = BatchStore(lost), BatchStore(owner)
     batch = BatchObject(
         id="batch_a", endpoint="/v1/completions", input_file_id="file-a", completion_window="1h", created_at=0, expires_at=9
@@ -317,8 +316,7 @@ def test_a_router_that_was_taken_for_dead_answers_no_line_of_the_new_owner(tmp_p
     async def run() -> None:
         await old.begin("t", batch)
         await old.answer("batch_a", 0, LineAnswer(False, b"0"))
-        os.close(lost._lock)
-        lost._lock = os.open(os.devnull, os.O_RDONLY)
+        lost.seem_dead()
         assert await new.claim("batch_a")
         with pytest.raises(BatchTaken):
             await old.answer("batch_a", 1, LineAnswer(False, b"late"))

@@ -102,3 +102,13 @@ def test_kernels_that_this_cpu_has_not_are_refused_before_anything_starts(
     assert found.startswith("--numerics avx512: this CPU lacks avx512_bf16")
     assert problem_with(parse("--numerics", "avx2")) is None
     assert problem_with(parse("--numerics", "avx512", "-dp", "1", "-dpl", "0")) is None, "no instance is here"
+
+
+def test_a_store_that_cannot_be_used_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "postgresql://me@host/answers"
+    assert problem_with(parse("--store-url", url)) is None
+    assert "postgresql://USER@HOST/DATABASE" in (problem_with(parse("--store-url", "mysql://host/a")) or "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert "lockstep-mesh[postgres]" in (problem_with(parse("--store-url", url)) or "")
+    with pytest.raises(SystemExit):
+        parse("--store-url", url, "--store-path", "answers")

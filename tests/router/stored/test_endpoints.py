@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +40,8 @@ def closed_clients() -> Iterator[None]:
 
 
 @pytest.fixture
-def stored(served: ServedModel, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Server]:
-    store = AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False))
+def stored(served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str) -> Iterator[Server]:
+    store = AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False))
     config = HttpConfig(api_key=KEYS)
     with serving(
         FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), config, store
@@ -231,10 +230,10 @@ def test_an_id_may_have_slashes_and_belong_to_two_keys(stored: Server) -> None:
 
 
 def test_an_answer_whose_key_is_gone_goes_on_and_is_counted_once(
-    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
     def database() -> StoreDatabase:
-        return StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False)
+        return StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)
 
     def mesh() -> FakeMesh:
         return FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP))
@@ -259,11 +258,9 @@ def test_an_answer_whose_key_is_gone_goes_on_and_is_counted_once(
 
 
 def test_a_router_that_was_taken_for_dead_leaves_its_stream_to_the_new_owner(
-    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+    served: ServedModel, tokenizer: Tokenizer, place: Path | str
 ) -> None:
-    lost, owner = (
-        AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
+    lost, owner = (AnswerStore(StoreDatabase(place, most_bytes=1 << 20, lasts=False)) for _ in range(2))
 
     def script(prompt: Prompt) -> list[Delta]:
         known = len(prompt.known.token_ids) if prompt.known else 0
@@ -281,8 +278,7 @@ def test_a_router_that_was_taken_for_dead_leaves_its_stream_to_the_new_owner(
         ):
             for part in answer.iter_bytes():
                 if not seen:
-                    os.close(lost.database._lock)
-                    lost.database._lock = os.open(os.devnull, os.O_RDONLY)
+                    lost.database.seem_dead()
                 seen += part
         assert b"[DONE]" not in seen, "its connection broke"
         whole = second.client.get("/v1/streams/cmpl-mine").content
@@ -311,9 +307,9 @@ def test_a_refused_request_is_not_stored(stored: Server) -> None:
 
 
 def test_a_full_store_costs_background_responses_only(
-    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
-    store = AnswerStore(StoreDatabase(tmp_path / "answers", most_bytes=1, lasts=False))
+    store = AnswerStore(StoreDatabase(endpoint_place, most_bytes=1, lasts=False))
     with serving(
         FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), HttpConfig(), store
     ) as server:
