@@ -181,3 +181,16 @@ def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -
     assert found == alone
     assert counters.prefix_cache_hits == len(one.ids) // instance.block_size * instance.block_size
     assert instance.executor.image_encoder.num_encoded <= 4, "an image was encoded for each request"
+
+
+@pytest.mark.parametrize(("family", "seed", "num_text"), [("qwen3_vl", 3, 9), ("gemma3", 1, 1)])
+def test_hits_that_end_in_an_image_go_on_there(
+    family: str, seed: int, num_text: int, directories: Callable[[str], Path]
+) -> None:
+    prompt = seen_prompt(family, seed, num_text=num_text)
+    instance = load(directories(family), dtype="float32")
+    submits = [submit_of(number, prompt) for number in range(2)]
+    alone, _ = instance.answers(submits, ALONE)
+    found, counters = instance.answers(submits, How(together=False))
+    assert found == alone
+    assert prompt.images[0].first < counters.prefix_cache_hits < prompt.images[0].end

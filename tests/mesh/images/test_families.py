@@ -36,7 +36,7 @@ def make_gemma(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "flags"),
     [
-        pytest.param(make_qwen, ["-dp", "2", "-ep"], id="qwen -ep"),
+        pytest.param(make_qwen, ["-dp", "2", "-ep"], id="qwen -ep", marks=pytest.mark.nightly),
         pytest.param(make_qwen, ["-dp", "2", "-tp", "2"], id="qwen -tp", marks=pytest.mark.nightly),
         pytest.param(make_gemma, ["-dp", "2", "-pp", "2"], id="gemma -pp", marks=pytest.mark.nightly),
     ],
