@@ -29,7 +29,7 @@ from engine.model.state_limits import check_states
 from engine.model.weight_set import check_weights
 from engine.pooling.detection import as_pooling, find_pooling
 from engine.pooling.flags import check_flags, for_pooling
-from engine.speculation.draft_source import find_draft
+from engine.speculation.draft_source import find_draft, with_length_of_head
 from parallel.pipeline_parallel import check_split
 from parallel.placement import assign_experts
 from parallel.topology import kv_heads_of
@@ -240,7 +240,7 @@ def _scheduler(config: EngineConfig, settings: Settings) -> SchedulerConfig:
         budget = scheduler.token_budget(on_gpu)
     if scheduler.max_num_batched_tokens is None and (on_gpu or budget != scheduler.token_budget()):
         scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=budget)
-    return scheduler
+    return with_length_of_head(scheduler)
 
 
 def ignored_when_joining(config: EngineConfig) -> list[str]:

@@ -140,7 +140,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def most_sampled(self) -> int:
         """Most tokens that a step samples: one per running request, and one per drafted token."""
-        each = 1 if self.speculative is None else 1 + self.speculative.num_speculative_tokens
+        each = 1 if self.speculative is None else 1 + self.speculative.most
         return min(self.most_requests() * each, self.token_budget())
 
     def token_budget(self, has_gpu: bool = False) -> int:

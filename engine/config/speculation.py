@@ -17,6 +17,8 @@ WITH_MODEL = ("draft_model", "eagle3")
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 MOST_DRAFTED = 64
 """Most tokens of a draft; far shorter ones already cost more than they save."""
+USUAL = 5
+"""Most tokens of a draft where nothing says how many."""
 LONGEST_MATCH = 64
 """Most tokens of a match: upper bound of ``prompt_lookup_min`` and ``prompt_lookup_max``."""
 
@@ -31,8 +33,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
     model: str = ""
     """Directory or name of the model or head that proposes; empty where none does."""
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] = 5
-    """Tokens of a draft at most."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] | None = None
+    """Tokens of a draft at most; None: as many as a head was made for, else :data:`USUAL`."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 2
     """The last tokens of a context that must have stood there before."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 5
@@ -60,6 +62,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
 
     @property
+    def most(self) -> int:
+        """Tokens of a draft at most, once a head's number is taken over."""
+        return USUAL if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @property
     def by_model(self) -> bool:
         """Whether a model proposes, not the text of the request."""
         return self.method != "ngram"
@@ -68,6 +75,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def by_head(self) -> bool:
         """Whether what proposes reads rows of each step of the served model."""
         return self.method in ("mtp", "eagle3")
+
+
+def with_most(text: str, most: int) -> str:
+    """The JSON of ``--speculative-config`` with this number of tokens where it has none."""
+    found = msgspec.json.decode(text, type=dict[str, Any])
+    if found.get("num_speculative_tokens") is None:
+        found["num_speculative_tokens"] = most
+    return msgspec.json.encode(found).decode()
 
 
 def _method_of(model: object) -> str | None:

@@ -256,7 +256,7 @@ class InstanceProcess:
         if (drafts := self._config.scheduler.speculative) is not None:
             logger.info(
                 "speculative decoding: up to %d tokens of a request are %s",
-                drafts.num_speculative_tokens,
+                drafts.most,
                 f"proposed by {drafts.model or 'its MTP layer'}"
                 if drafts.by_model
                 else "looked up in its own text",

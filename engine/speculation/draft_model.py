@@ -98,10 +98,12 @@ class DraftModel:
         settings = ModelConfig(model=info.directory)
         wanted = config.scheduler.speculative
         assert wanted is not None
-        self._most = wanted.num_speculative_tokens
+        self._most = wanted.most
         self._slots = config.scheduler.most_requests()
         self._block_size = config.cache.block_size
         self._info = info
+        self._is_layer = wanted.method == "mtp"
+        """Whether its weights are in the checkpoint of the served model."""
         is_cut = config.device.tensor_parallel_size > 1
         self._input = _input_of(wanted.method, info, served, settings, dtype, is_cut=is_cut)
         if self._input is None:
@@ -125,6 +127,13 @@ class DraftModel:
     def bytes_to_come(self) -> int:
         """Bytes that the kernels will take for its weights; 0 where they have them."""
         return 0 if self._program is not None else bytes_for_program(self._model, self._block_size)
+
+    @property
+    def bytes_again(self) -> int:
+        """Bytes that :meth:`prepare` takes for other weights, read and laid out."""
+        if not self._is_layer or self._program is None:
+            return 0
+        return self._model.weight_bytes + self._program.weight_bytes
 
     def allocate(self, num_blocks: int, served: Program, model: LoadedModel) -> None:
         """Make its cache for so many blocks of the served model.

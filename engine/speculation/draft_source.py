@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.config.speculation import SpeculativeConfig
+from engine.config import EngineConfig, SchedulerConfig
+from engine.config.speculation import MOST_DRAFTED, SpeculativeConfig, with_most
 from engine.host.cores import has_gpu
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.finding import find_model
@@ -56,6 +56,21 @@ def _find_head(config: EngineConfig, wanted: SpeculativeConfig, info: ModelInfo)
     return msgspec.structs.replace(
         info, directory=head.directory, architecture="EAGLE-3 head", model_type=head.model_type, num_layers=1
     )
+
+
+def with_length_of_head(scheduler: SchedulerConfig) -> SchedulerConfig:
+    """The settings with as many tokens as the head was made for, where they have no number.
+
+    Raises:
+        CheckpointError: the head is not there, or none.
+    """
+    wanted, text = scheduler.speculative, scheduler.speculative_config
+    if wanted is None or text is None or wanted.method != "eagle3" or wanted.num_speculative_tokens:
+        return scheduler
+    most = read_eagle_config(find_model(wanted.model, None, weights=True)).most
+    if most is None:
+        return scheduler
+    return msgspec.structs.replace(scheduler, speculative_config=with_most(text, min(most, MOST_DRAFTED)))
 
 
 def why_not(draft: ModelInfo, info: ModelInfo) -> str:

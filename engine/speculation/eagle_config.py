@@ -135,10 +135,11 @@ def tensors_of(head: EagleConfig) -> dict[str, StoredTensor]:
     return {tensor.name.removeprefix("model."): tensor for tensor in found}
 
 
-def why_no_head(head: EagleConfig, info: ModelInfo, *, most: int, stages: int) -> str:
+def why_no_head(head: EagleConfig, info: ModelInfo, *, most: int | None, stages: int) -> str:
     """Reason why a head cannot propose for a model; empty if it can.
 
-    ``most``: tokens that it is to propose. ``stages``: of the served model's pipeline.
+    ``most``: tokens that it is to propose; None: its own number. ``stages``: of the served
+    model's pipeline.
     """
     text = language_config(read_json(Path(info.directory) / "config.json", required=True))
     hidden, inner = int(text.get("hidden_size") or 0), head.layers_of(info.num_layers)
@@ -158,7 +159,7 @@ def why_no_head(head: EagleConfig, info: ModelInfo, *, most: int, stages: int) -
             f"{head.directory} reads inner rows of layers {', '.join(map(str, inner))}, and -pp {stages} has "
             f"some in other stages than the last one of {info.directory}: leave -pp out, or draft by ngram"
         )
-    if head.most is not None and most > head.most:
+    if most is not None and head.most is not None and most > head.most:
         return (
             f"num_speculative_tokens is {most}, and {head.directory} was made for {head.most}: set it to "
             f"{head.most}"

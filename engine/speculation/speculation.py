@@ -136,7 +136,7 @@ class Speculation:
         """Drafted tokens that were taken in steps that are not accounted for yet."""
 
     def __repr__(self) -> str:
-        return f"<Speculation up to {self._config.num_speculative_tokens} tokens, {self._cost!r}>"
+        return f"<Speculation up to {self._config.most} tokens, {self._cost!r}>"
 
     def drafter(self) -> Drafter:
         """Make the drafter of a new request."""
@@ -188,7 +188,7 @@ class Speculation:
             return nothing
         checking, drafting = self._cost.prices(rows)
         self._price = price = checking + self._passes.price(len(wanting), rows, self._cost.seconds(rows))
-        most, gain, lengths = self._config.num_speculative_tokens, 0.0, []
+        most, gain, lengths = self._config.most, 0.0, []
         for drafter, longest in wanting:
             length, more = drafter.ask(min(longest, most), price)
             lengths.append(length)
@@ -214,7 +214,7 @@ class Speculation:
             self._price = price
         if not self._drafted:
             drafting *= 2  # the step after this one cannot go on from it, either
-        most, gain = self._config.num_speculative_tokens, 0.0
+        most, gain = self._config.most, 0.0
         drafts = []
         held = sum(map(len, [drafter for drafter, _, _ in texts]))
         allowance = min(MOST_INDEXED, MOST_HELD - held)

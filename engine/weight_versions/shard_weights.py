@@ -43,6 +43,11 @@ Tensors = dict[str, torch.Tensor]
 class Drafts(Protocol):
     """Contract of what proposes tokens, and may be a part of the checkpoint."""
 
+    @property
+    def bytes_again(self) -> int:
+        """Bytes that :meth:`prepare` takes."""
+        ...
+
     def prepare(self, directory: Path, open_file: OpenFile) -> PreparedWeights | None: ...
 
 
@@ -221,6 +226,8 @@ class ShardWeights:
         if self._held is not None:  # of the experts, this member's
             here = min(num_bytes, self._model.weight_bytes)
         laid_out = 0 if self._program is None else self._program.weight_bytes
+        if self.drafts is not None:
+            laid_out += self.drafts.bytes_again
         needed, free = (here + laid_out) * shard.neighbours, self._free_memory()
         if needed > free * (1 - MARGIN):
             raise WeightsRefused(

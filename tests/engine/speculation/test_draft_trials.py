@@ -88,6 +88,14 @@ def test_looking_where_nothing_is_found_costs_little(noise: float) -> None:
     assert sum(load.drafted) < 1000
 
 
+def test_looking_that_became_dear_ends_soon() -> None:
+    load = Load(follows=1_000_000)
+    load.run(600, lambda _: 0.0, 0.99)
+    assert load.trials.are_on(1)
+    load.run(60, lambda _: 0.0, 1.1)
+    assert not load.trials.are_on(1), "not only at the next steps without drafts"
+
+
 def test_the_first_try_is_short() -> None:
     load = Load()
     load.run(FIRST + PLAIN + 2, lambda _: 0.0, 1.5)

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import SHIPPED_MODEL, EngineConfig, ModelConfig
+from engine.config import SHIPPED_MODEL, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config.speculation import USUAL
 from engine.executor.uni import UniExecutor
 from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.finding import MODELS_DIRECTORY
-from engine.settings import resolve
+from engine.settings import adopt, resolve
 from engine.speculation.draft_model import DraftModel
 from tests.engine.invariance.answers import How, settings
 from tests.engine.invariance.mixed import longest_of, requests
@@ -176,5 +177,17 @@ def test_tensors_that_are_not_those_of_the_configuration_are_refused(model: Path
     assert f"num_speculative_tokens is {MOST}, and {head.directory} was made for 3" in (
         refused(model, head.directory)
     )
+    unset = EngineConfig(
+        model=ModelConfig(model=str(model)),
+        scheduler=SchedulerConfig(
+            speculative_config=json.dumps({"method": "eagle3", "model": str(head.directory)})
+        ),
+    )
+    _, settled = resolve(unset)
+    adopted = adopt(unset, settled).scheduler.speculative
+    assert adopted is not None
+    assert adopted.most == 3, "as many as it was made for"
+    assert unset.scheduler.speculative is not None
+    assert unset.scheduler.speculative.most == USUAL
     (head.directory / "config.json").write_text(json.dumps(written | {"speculators_model_type": "dflash"}))
     assert "describes 'dflash'" in refused(model, head.directory)

@@ -73,6 +73,9 @@ def test_proposals_after_an_update_are_those_of_a_fresh_instance(
     new, instance = trained(directory, tmp_path / "new"), loaded(directory, with_drafts)
     before, after = proposed(instance, monkeypatch), proposed(loaded(new, with_drafts), monkeypatch)
     assert before[1] != after[1]
+    is_layer = with_drafts is with_mtp
+    assert instance.executor._drafts is not None
+    assert (instance.executor._drafts.bytes_again > 0) == is_layer, "a head is none of the checkpoint's"
     assert any(any(each.values()) for each in after[1])
     weights = instance.executor.new_weights
     weights.prepare(str(new))

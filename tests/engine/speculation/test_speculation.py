@@ -235,6 +235,13 @@ def test_a_text_goes_before_a_model_where_it_has_a_match() -> None:
     assert by.ask(3, CHEAP)[0] > 0
 
 
+def test_what_a_model_gave_is_for_one_text() -> None:
+    by, text = combined(), [1, 2, 3, 4, 5, 6]
+    by.offer(len(text), [50, 51])
+    assert drafted(by, text, 3) == [50, 51]
+    assert drafted(by, [*text, 50], 3) == []
+
+
 def test_a_model_goes_first_where_matches_turn_out_wrong() -> None:
     by, text = combined(), [1, 2, 3, 4, 5, 6, 1, 2, 3]
     for _ in range(40):

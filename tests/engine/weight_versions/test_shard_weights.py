@@ -22,6 +22,7 @@ from engine.kernels.core import library
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.model.weight_digest import whole_digest
+from engine.model.weight_files import OpenFile
 from engine.weight_versions import shard_weights
 from engine.weight_versions.assembled import assemble
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
@@ -329,4 +330,28 @@ def test_weights_without_room_beside_those_in_use_are_refused(tmp_path: Path) ->
     with pytest.raises(
         WeightsRefused, match=r"no memory for both versions: 0\.\d MiB are needed .* 0\.2 MiB are"
     ):
+        weights.prepare(str(directory))
+
+
+class LargeLayer:
+    """A drafting layer of 64 MiB, which is not prepared here."""
+
+    bytes_again = 1 << 26
+
+    def prepare(self, directory: Path, open_file: OpenFile) -> None:
+        raise AssertionError("refused before")
+
+
+def test_room_for_the_layer_that_drafts_is_needed_too(tmp_path: Path) -> None:
+    directory = make("llama", tmp_path)
+    executor = UniExecutor(settings(directory), read_model_info(directory), 1)
+    executor.load(lambda _phase: None)
+    executor.allocate(8)
+    weights = shard_weights.ShardWeights(
+        executor._info, executor._config.model, executor._model, executor._program,  # type: ignore[arg-type]
+        executor._on_disk, lambda: 1 << 25,
+    )  # fmt: skip
+    weights.prepare(str(directory))
+    weights.drafts = LargeLayer()
+    with pytest.raises(WeightsRefused, match=r"no memory for both versions: 6\d\.\d MiB are needed"):
         weights.prepare(str(directory))
