@@ -14,12 +14,17 @@ from engine.speculation.draft_trials import FIRST, LONGEST, PLAIN, SHARE, DraftT
 class Load:
     """Steps of one number of rows, whose drafts bring and cost what a test says."""
 
-    def __init__(self, rows: int = 1, others: int = 0, noise: float = 0.0, follows: int = 0) -> None:
-        """``follows``: steps after drafts were off in which nothing can be proposed."""
+    def __init__(
+        self, rows: int = 1, others: int = 0, noise: float = 0.0, follows: int = 0, *, finds: bool = True
+    ) -> None:
+        """``follows``: steps after drafts were off in which nothing can be proposed.
+
+        ``finds``: whether anything is ever proposed.
+        """
         self.trials = DraftTrials()
         self.rows, self._others, self._noise, self._follows = rows, others, noise, follows
         self._random = random.Random(3)
-        self._since_off = follows
+        self._since_off, self._finds = follows, finds
         self.seconds = self.plain_seconds = 0.0
         self.drafted: list[bool] = []
 
@@ -30,7 +35,7 @@ class Load:
         for step in range(steps):
             was_on = self.trials.are_on(self.rows)
             self._since_off = self._since_off + 1 if was_on else 0
-            drafts = was_on and self._since_off > self._follows
+            drafts = was_on and self._finds and self._since_off > self._follows
             count = self.rows * (1 + drafts * taken(step))
             took = 0.01 * (price if was_on else 1.0) * (1 + self._noise * self._random.uniform(-1, 1))
             self.trials.took(
@@ -82,14 +87,14 @@ def test_a_try_that_wins_makes_the_next_ones_as_frequent_as_at_first() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_looking_where_nothing_is_found_costs_little(noise: float) -> None:
-    load = Load(noise=noise, follows=1_000_000)
+    load = Load(noise=noise, finds=False)
     load.run(100, lambda _: 0.0, 1.1)
     assert load.run(10_000, lambda _: 0.0, 1.1) > 1 - SHARE
     assert sum(load.drafted) < 1000
 
 
 def test_looking_that_became_dear_ends_soon() -> None:
-    load = Load(follows=1_000_000)
+    load = Load(finds=False)
     load.run(600, lambda _: 0.0, 0.99)
     assert load.trials.are_on(1)
     load.run(60, lambda _: 0.0, 1.1)
@@ -165,11 +170,13 @@ def test_tokens_of_other_instances_in_lockstep_wait_for_drafts_too() -> None:
 
 
 def test_what_is_proposed_beside_prompts_counts_as_well() -> None:
-    load = Load()
+    alone, beside = Load(), Load()
     for _ in range(12):
-        load.run(20, lambda _: 0.2, 1.1)
-        load.trials.paid(1, 0.1)
-    assert not load.trials.are_on(1)
+        for load in (alone, beside):
+            load.run(20, lambda _: 1.0, 1.8)
+        beside.trials.paid(1, 0.1)
+    assert alone.trials.are_on(1)
+    assert not beside.trials.are_on(1)
 
 
 def test_times_of_other_numbers_of_rows_are_between_those_known() -> None:
