@@ -34,7 +34,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model: str = ""
     """Directory or name of the model or head that proposes; empty where none does."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] | None = None
-    """Tokens of a draft at most; None: as many as a head was made for, else :data:`USUAL`."""
+    """Tokens of a draft at most; None: the head's own number, else :data:`USUAL`."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 2
     """The last tokens of a context that must have stood there before."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 5

@@ -59,7 +59,7 @@ def _find_head(config: EngineConfig, wanted: SpeculativeConfig, info: ModelInfo)
 
 
 def with_length_of_head(scheduler: SchedulerConfig) -> SchedulerConfig:
-    """The settings with as many tokens as the head was made for, where they have no number.
+    """The settings with the head's own number of tokens, where they have none.
 
     Raises:
         CheckpointError: the head is not there, or none.

@@ -1,4 +1,4 @@
-"""Drafts of one instance beside others that share its experts: no row is computed for nothing."""
+"""Drafts of an instance that shares experts: no row is computed for nothing."""
 
 from __future__ import annotations
 
