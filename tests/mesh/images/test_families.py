@@ -27,6 +27,12 @@ def make_qwen(directory: Path) -> Path:
     return make_tiny_qwen_chat_model(directory)
 
 
+def make_dense_qwen(directory: Path) -> Path:
+    from tests.engine.vision.tiny_chat_models import make_tiny_qwen_chat_model
+
+    return make_tiny_qwen_chat_model(directory, "qwen3_vl")
+
+
 def make_gemma(directory: Path) -> Path:
     from tests.engine.vision.tiny_chat_models import make_tiny_gemma_chat_model
 
@@ -37,7 +43,7 @@ def make_gemma(directory: Path) -> Path:
     ("make", "flags"),
     [
         pytest.param(make_qwen, ["-dp", "2", "-ep"], id="qwen -ep", marks=pytest.mark.nightly),
-        pytest.param(make_qwen, ["-dp", "2", "-tp", "2"], id="qwen -tp", marks=pytest.mark.nightly),
+        pytest.param(make_dense_qwen, ["-dp", "2", "-tp", "2"], id="qwen -tp", marks=pytest.mark.nightly),
         pytest.param(make_gemma, ["-dp", "2", "-pp", "2"], id="gemma -pp", marks=pytest.mark.nightly),
     ],
 )
