@@ -12,6 +12,7 @@ from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig, url
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
+from router.images.media_rules import MediaRules
 from router.key_limits import KeyLimits, limits_of, read_key_limits
 from router.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, check_halves
 from router.signing.keys import CapsuleKey
@@ -206,6 +207,16 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     limit_mm_per_prompt: Annotated[
         str, flag(json=True, help='JSON object: most images of a request, as {"image": 16}.')
     ] = '{"image": 16}'
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        flag(
+            help="Hosts that images are fetched from, with :port if unusual; networks like 10.0.0.0/8 allow "
+            "private addresses of these. Unset: nothing is fetched."
+        ),
+    ] = ()
+    allowed_local_media_path: Annotated[
+        str | None, flag(path=True, help="Directory that file URLs of images may name; unset: none.")
+    ] = None
     max_image_pixels: Annotated[Bytes, flag(help="Most pixels of an image; larger ones get 400.")] = 1 << 25
     response_role: Annotated[str, flag(help="Role of generated messages.")] = "assistant"
     enable_auto_tool_choice: Annotated[
@@ -360,6 +371,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
         _json_object("--override-generation-config", self.override_generation_config)
         _most_images(self.limit_mm_per_prompt)
+        _ = self.media_rules
         if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
@@ -399,6 +411,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def most_images(self) -> int:
         """Most images of a request."""
         return _most_images(self.limit_mm_per_prompt)
+
+    @property
+    def media_rules(self) -> MediaRules:
+        """Where images may be fetched from."""
+        return MediaRules.of(self.allowed_media_domains, self.allowed_local_media_path)
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:

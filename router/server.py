@@ -50,6 +50,7 @@ from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts
 from router.stored.database import StoreDatabase, StoreUnusable
 from router.stored.store import AnswerStore
+from router.text.text_models import TextModels
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
     store = _store(config)
-    app, work = _app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys, store)
+    app, work, models = _app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys, store)
     settings = _settings(app, http)
     try:
         settings.load()
@@ -189,7 +190,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     feed = dashboard.feed if dashboard else None
     server = _Server(settings, tally, feed, mesh, http.shutdown_timeout, work)
     following = asyncio.create_task(_follow(mesh, server))
-    beside = [following]
+    beside = [following, asyncio.create_task(models.open_images())]
     if counts is not None:
         beside.append(asyncio.create_task(counts.keep(metrics.snapshot)))
     if work is not None:
@@ -309,8 +310,8 @@ def _app(
     listeners: list[socket.socket],
     keys: MeshKeys | None,
     store: AnswerStore | None,
-) -> tuple[ASGIApp, StoreWork | None]:
-    """Application of the endpoint with the admin API, and its work on what is stored."""
+) -> tuple[ASGIApp, StoreWork | None, TextModels]:
+    """Application with the admin API, its work on stored answers, and its models."""
 
     endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view, store)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
@@ -342,7 +343,7 @@ def _app(
         serves_all=config.http.admin_port_serves_all,
     )
     work: StoreWork | None = endpoint.state.work
-    return (RootPath(gate, prefix) if prefix else gate), work
+    return (RootPath(gate, prefix) if prefix else gate), work, endpoint.state.models
 
 
 def _store(config: RouterConfig) -> AnswerStore | None:

@@ -17,7 +17,7 @@ from router.api.prompts import num_prompt_tokens, prompts_of
 from router.api.validation import check, keep_offered_tools
 from router.config import HttpConfig
 from router.errors import refuse
-from router.http.large_bodies import LARGE_BODY, run_sized
+from router.http.large_bodies import run_sized
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.text.prompt_text import PromptText
@@ -74,8 +74,9 @@ class Understanding:
             ApiError: it cannot be answered as it is.
         """
         model = await self._models.get(None)
-        size = _size_of_work(model, size)
-        understood, grammar = await run_sized(lambda: self._prepared(read, model, budget_is_advice), size)
+        understood, grammar = await run_sized(
+            lambda: self._prepared(read, model, budget_is_advice), size, waits=model.images is not None
+        )
         if grammar is None:
             return understood
         places = understood.turn_format.grammar_places
@@ -110,7 +111,7 @@ class Understanding:
             wanted, _ = self._checked(read, model)
             return wanted, prompts_of(wanted, model)
 
-        return await run_sized(prepare, _size_of_work(model, size))
+        return await run_sized(prepare, size, waits=model.images is not None)
 
     async def count(self, read: Callable[[ServedModel], ChatRequest], size: int) -> int:
         """Number of prompt tokens of a conversation, whether there is room for them or not."""
@@ -121,7 +122,7 @@ class Understanding:
             assert isinstance(wanted, ChatRequest)
             return num_prompt_tokens(wanted, model)
 
-        return await run_sized(prepare, _size_of_work(model, size))
+        return await run_sized(prepare, size, waits=model.images is not None)
 
     def _checked(self, read: Read, model: TextModel) -> tuple[Wanted, Tools]:
         """A request as its prompt shows it, and all tools that were sent."""
@@ -133,8 +134,3 @@ class Understanding:
         if model.served.pooling is not None:
             refuse(f"This model generates no text, it does {model.served.pooling.offer}.", "model")
         return wanted, sent
-
-
-def _size_of_work(model: TextModel, size: int) -> int:
-    """Size of a body; one that needs a thread where images may come."""
-    return size if model.images is None else max(size, LARGE_BODY + 1)

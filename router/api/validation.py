@@ -31,6 +31,8 @@ UNSUPPORTED = {
     "kv_transfer_params": "",
     "ec_transfer_params": "",
     "repetition_detection": "",
+    "mm_processor_kwargs": "images are prepared as the checkpoint's processor says",
+    "media_io_kwargs": "images are decoded in one way",
     "vllm_xargs": "",
     "watermarking": "",
     "return_prompt_text": "ask for return_token_ids",

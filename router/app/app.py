@@ -106,6 +106,7 @@ def make_app(
     app.state.refusals = refusals
     app.state.prefix = prefix
     app.state.work = work
+    app.state.models = models
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 

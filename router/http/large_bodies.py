@@ -21,6 +21,8 @@ VERY_LARGE_BODY = 1 << 20
 """Body size in bytes above which one request is worked on at a time."""
 LARGE_AT_ONCE = 4
 """Requests over ``LARGE_BODY`` that are worked on at once, each in a thread."""
+IMAGES_AT_ONCE = 16
+"""Requests worked on at once where images may come: most of them wait."""
 MOST_LARGE_WAITING = 512
 """Requests over ``LARGE_BODY`` that wait for those at work; more are refused with 503."""
 MOST_VERY_LARGE_WAITING = 16
@@ -55,15 +57,20 @@ class BoundedThreads:
 
 
 _large = BoundedThreads("large", LARGE_AT_ONCE, MOST_LARGE_WAITING)
+_images = BoundedThreads("images", IMAGES_AT_ONCE, MOST_LARGE_WAITING)
 _very_large = BoundedThreads("very-large", 1, MOST_VERY_LARGE_WAITING)
 
 
-async def run_sized(work: Callable[[], Result], size: int) -> Result:
+async def run_sized(work: Callable[[], Result], size: int, *, waits: bool = False) -> Result:
     """Do work in a thread for a large body, else at once; ``size`` in bytes.
+
+    ``waits``: in a thread in every case, since it may wait for others.
 
     Raises:
         ApiError: it would have to wait for too many others (503).
     """
+    if waits and size <= VERY_LARGE_BODY:
+        return await _images.run(work)
     if size <= LARGE_BODY:
         return work()
     return await (_large if size <= VERY_LARGE_BODY else _very_large).run(work)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from engine.model.errors import CheckpointError
 from engine.model.model_files import read_json
 from engine.prompt_images import PromptImage, image_token
 from router.config import HttpConfig
 from router.errors import refuse
+from router.images.fetching import MediaFetcher
+from router.images.media_rules import Refusal
 from router.images.messages import Prepared
-from router.images.parts import has_images, take_images
+from router.images.parts import SentImage, has_images, take_images
 from router.images.placing import images_in, with_images
 from router.images.preparation import ImagePreparation
 
@@ -27,6 +30,7 @@ class ModelImages:
     """Token that stands for a row of an image."""
     most: int
     """Images of a request."""
+    fetcher: MediaFetcher
 
     def take(self, messages: Sequence[Any]) -> tuple[list[Any], list[Prepared]]:
         """The messages with places for images, and these, prepared; blocks until they are.
@@ -35,7 +39,16 @@ class ModelImages:
             ApiError: one cannot be taken.
         """
         taken, sent = take_images(messages, self.most)
-        return taken, [self.preparation.prepare(each) for each in sent]
+        return taken, [self.preparation.prepare(each) for each in self._fetched(sent)]
+
+    def _fetched(self, sent: Sequence[SentImage]) -> list[SentImage]:
+        """The same images with those at URLs fetched."""
+        wanted = list(dict.fromkeys(each.url for each in sent if each.url))
+        found = dict(zip(wanted, self.fetcher.fetch(wanted), strict=True))
+        for each in sent:
+            if isinstance(refusal := found.get(each.url), Refusal):
+                refuse(f"{each.path} {refusal}.", each.path)
+        return [replace(each, data=data) if (data := found.get(each.url)) else each for each in sent]  # type: ignore[arg-type]
 
     @property
     def mark(self) -> str:
@@ -52,13 +65,23 @@ class ModelImages:
         return images_in(ids, self.placeholder, self.preparation.placeholder, prepared)
 
 
+def takes_images(directory: Path, config: HttpConfig) -> bool:
+    """Whether images are prepared for a model here."""
+    try:
+        placeholder = image_token(read_json(directory / "config.json"))
+    except CheckpointError:  # logged when its tokenizer is read
+        return False
+    return placeholder is not None and config.most_images > 0 and find_spec("PIL") is not None
+
+
 def images_of(directory: Path, config: HttpConfig) -> ModelImages | None:
     """What prepares images for a model; None: it takes none, or they are switched off."""
     placeholder = image_token(read_json(directory / "config.json"))
     if placeholder is None or not config.most_images:
         return None
     preparation = ImagePreparation(directory, config.max_image_pixels)
-    return ModelImages(preparation, placeholder, config.most_images)
+    fetcher = MediaFetcher(config.media_rules, config.max_request_bytes)
+    return ModelImages(preparation, placeholder, config.most_images, fetcher)
 
 
 def taken_by(

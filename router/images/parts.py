@@ -7,13 +7,19 @@ import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from router.errors import refuse
 
 DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<more>(?:;[\w.+=-]+)*?);base64,", re.ASCII)
 KINDS = ("image_url", "input_image")
 """Types of parts that are images, in chats and in responses."""
+OTHER_MEDIA = {
+    "input_audio": "audio", "audio_url": "audio", "audio": "audio",
+    "video_url": "video", "input_video": "video", "video": "video",
+}  # fmt: skip
+"""Types of parts that are refused by name."""
+SCHEME = re.compile(r"(?!data:)[A-Za-z][A-Za-z0-9+.-]{0,19}:", re.ASCII)
 DETAILS = ("auto", "low", "high", None)
 PLACED = {"type": "image"}
 """The part that chat templates write a placeholder for."""
@@ -27,19 +33,21 @@ class SentImage:
     """Encoded, in a format that is still to be found out."""
     path: str
     """JSON path of its part, like ``messages[0].content[1]``."""
+    url: str = ""
+    """Where it is still to be fetched from; empty: ``data`` has it."""
 
 
 def has_images(messages: Sequence[Any]) -> bool:
-    """Whether any message has a part that is an image."""
+    """Whether any message has a part that is an image, or another medium."""
     contents = (each.get("content") for each in messages if isinstance(each, dict))
-    return any(_is_image(part) for content in contents if isinstance(content, list) for part in content)
+    return any(_is_medium(part) for content in contents if isinstance(content, list) for part in content)
 
 
 def take_images(messages: Sequence[Any], most: int) -> tuple[list[Any], list[SentImage]]:
     """The messages with :data:`PLACED` for each image, and the images in their order.
 
     Raises:
-        ApiError: there are more than ``most``, or one is no data URL in base64.
+        ApiError: there are more than ``most``, or one is no URL, or audio or video.
     """
     found: list[SentImage] = []
     taken = []
@@ -50,8 +58,10 @@ def take_images(messages: Sequence[Any], most: int) -> tuple[list[Any], list[Sen
             continue
         parts = list(content)
         for index, part in enumerate(content):
+            path = f"messages[{at}].content[{index}]"
+            if _is_medium(part) and (other := OTHER_MEDIA.get(part["type"])):
+                refuse(f"{path} is {other}, which is not supported: this model takes texts and images.", path)
             if _is_image(part):
-                path = f"messages[{at}].content[{index}]"
                 if len(found) == most:
                     refuse(f"{path} is one image more than the {most} that a request may have.", path)
                 found.append(_read(part, path))
@@ -62,6 +72,11 @@ def take_images(messages: Sequence[Any], most: int) -> tuple[list[Any], list[Sen
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in KINDS
+
+
+def _is_medium(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and (kind in KINDS or kind in OTHER_MEDIA)
 
 
 def _read(part: dict[str, Any], path: str) -> SentImage:
@@ -78,7 +93,9 @@ def _read(part: dict[str, Any], path: str) -> SentImage:
         refuse(f"{path} has no URL of an image.", path)
     found = DATA_URL.match(given)
     if found is None:
-        _refuse_url(given, path)
+        if SCHEME.match(given):
+            return SentImage(b"", path, given)
+        refuse(f"{path} is no URL, and no data URL in base64, like data:image/png;base64,....", path)
     text = given[found.end() :]
     try:
         data = base64.b64decode("".join(text.split()), validate=True)
@@ -87,10 +104,3 @@ def _read(part: dict[str, Any], path: str) -> SentImage:
     if not data:
         refuse(f"{path} is an empty image.", path)
     return SentImage(data, path)
-
-
-def _refuse_url(given: str, path: str) -> NoReturn:
-    scheme = given.partition(":")[0][:20].lower()
-    if scheme in ("http", "https", "file", "ftp"):
-        refuse(f"{path} is a {scheme} URL: images are not fetched. Send it as a data URL in base64.", path)
-    refuse(f"{path} is no data URL in base64, like data:image/png;base64,....", path)

@@ -242,7 +242,7 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     _TEXT: {
         "mm-processor-kwargs": ("{}",), "media-io-kwargs": ("{}",),
-        "allowed-local-media-path": ("",), "allowed-media-domains": (), "mm-encoder-attn-backend": (),
+        "mm-encoder-attn-backend": (),
         "mm-encoder-fp8-scale-path": (), "mm-encoder-fp8-scale-save-path": (),
         "video-pruning-rate": ("0",),
     },

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 from coordinator.process.process import shortage_of
 from engine.model.checkpoint import CheckpointError
 from router.config import HttpConfig
 from router.errors import ApiError, short_of
+from router.images.conversation import takes_images
 from router.mesh import Mesh, ServedModel
 from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import TokenizerError
 
 logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2
+"""Seconds between two looks for the mesh's model."""
 
 
 class TextModels:
@@ -53,6 +58,18 @@ class TextModels:
                 if self._loaded is None or not self._loaded.follow(served):
                     self._loaded = await self._load(served)
         return self._loaded
+
+    async def open_images(self) -> None:
+        """Start what prepares images as soon as the mesh has a model that takes some."""
+        while (served := self._mesh.model) is None:  # noqa: ASYNC110 (a model is no event)
+            await asyncio.sleep(LOOK_SECONDS)
+        if not takes_images(Path(served.directory), self._config):
+            return
+        try:
+            if (images := (await self.get(None)).images) is not None:
+                await asyncio.to_thread(images.preparation.open)
+        except ApiError as error:
+            logger.warning("images are not prepared yet: %s", error)
 
     async def _load(self, served: ServedModel) -> TextModel:
         try:

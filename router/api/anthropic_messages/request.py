@@ -263,12 +263,25 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
             case "image":
                 parts.append(_image(index, block))
             case "tool_result":
-                content = _text(_named(block.get("content")) or "", f"messages[{index}]")
+                content = _result(index, _named(block.get("content")) or "")
                 call_id = _given(index, block, "tool_use_id")
                 results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case kind:
                 _refuse_block(index, kind)
     return [*results, {"role": "user", "content": parts}] if parts or not results else results
+
+
+def _result(index: int, content: Any) -> str | list[dict[str, Any]]:
+    """A tool's result: text, or parts where images are among it."""
+    if not isinstance(content, list) or all(_kind(block) != "image" for block in content):
+        return _text(content, f"messages[{index}]")
+    parts: list[dict[str, Any]] = []
+    for block in content:
+        if _kind(block) == "image":
+            parts.append(_image(index, block))
+        else:
+            parts += [{"type": "text", "text": text} for text in _texts([block], f"messages[{index}]")]
+    return parts
 
 
 def _image(index: int, block: dict[str, Any]) -> dict[str, Any]:

@@ -481,8 +481,11 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"system": [{"type": "text", "text": 5}]}, "system has a text block without text"),
         ({"thinking": {"budget_tokens": 2048}}, "thinking.type must be enabled, disabled or adaptive"),
         ({"thinking": {"type": "adaptive", "display": "full"}}, "thinking.display must be summarized, updates or omitted"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa=="}}]}]}]},
+         "messages[0].content has a part of type 'image_url', but this model takes text only"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
-         "takes text only"),
+         "image block without source"),
         ({"system": [{"type": "image"}]}, "system holds other content than text"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of your own"),
         ({"tools": [{"input_schema": {}}]}, "object with a name"),

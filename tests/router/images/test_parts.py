@@ -52,9 +52,10 @@ def test_text_has_none(given: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (part("https://example.com/a.png"), "is a https URL: images are not fetched"),
-        (part("file:///etc/passwd"), "is a file URL: images are not fetched"),
-        (part("data:image/png,abc"), "is no data URL in base64"),
+        (part("data:image/png,abc"), "no data URL in base64"),
+        (part("a.png"), "is no URL, and no data URL"),
+        ({"type": "input_audio", "input_audio": {"data": ONE}}, "is audio, which is not supported"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aa"}}, "is video, which is not"),
         (part("data:image/png;base64,a*b="), "whose base64 is not valid"),
         (part("data:image/png;base64,"), "is an empty image"),
         (part(None), "has no URL of an image"),
@@ -67,6 +68,17 @@ def test_what_is_wrong_is_named_by_its_place(given: dict[str, Any], problem: str
         take_images(messages(TEXT, given), 4)
     assert (caught.value.status, caught.value.param) == (400, "messages[1].content[1]")
     assert problem in str(caught.value)
+
+
+def test_urls_are_left_to_be_fetched() -> None:
+    given = messages(part("https://example.com/a.png"), part("file:///a.png"))
+    assert [each.url for each in take_images(given, 2)[1]] == ["https://example.com/a.png", "file:///a.png"]
+
+
+def test_results_of_tools_have_images() -> None:
+    given = [{"role": "tool", "tool_call_id": "1", "content": [TEXT, part(f"data:;base64,{ONE}")]}]
+    taken, sent = take_images(given, 1)
+    assert (taken[0]["content"], sent[0].path) == ([TEXT, PLACED], "messages[0].content[1]")
 
 
 def test_one_image_too_many() -> None:
