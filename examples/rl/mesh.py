@@ -37,11 +37,11 @@ class Mesh:
 
     def __init__(self, model: Path, log: Path) -> None:
         self._log = log
-        self._port, self._admin, rpc = (free_port() for _ in range(3))
+        self.port, self._admin, rpc = (free_port() for _ in range(3))
         command = [
             sys.executable, "-P", "-m", "router.launcher.serve", str(model), "-dp", "2",
             "--no-enable-expert-parallel", "--dtype", "float32", "--restart", "-dpp", str(rpc),
-            "--port", str(self._port), "--admin-port", str(self._admin),
+            "--port", str(self.port), "--admin-port", str(self._admin),
         ]  # fmt: skip
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -72,7 +72,7 @@ class Mesh:
                 "prompt": prompts[number], "n": group, "max_tokens": tokens, "temperature": 1.0,
                 "seed": seed + number, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
             }  # fmt: skip
-            choices = self._post(self._port, "/v1/completions", body)["choices"]
+            choices = self._post(self.port, "/v1/completions", body)["choices"]
             return [
                 Rollout(prompts[number], each["token_ids"], each["logprobs"]["token_logprobs"], each["text"])
                 for each in choices
@@ -89,7 +89,7 @@ class Mesh:
                 "prompt": rollout.prompt + rollout.answer, "max_tokens": 1, "prompt_logprobs": 0,
                 "temperature": 0.0,
             }  # fmt: skip
-            (choice,) = self._post(self._port, "/v1/completions", body)["choices"]
+            (choice,) = self._post(self.port, "/v1/completions", body)["choices"]
             scored = choice["prompt_logprobs"][len(rollout.prompt) :]
             pairs = zip(scored, rollout.answer, strict=True)
             return [each[str(token)]["logprob"] for each, token in pairs]
