@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any, Literal
 
 import checks
@@ -335,15 +336,53 @@ def bad_requests() -> None:
 
 
 @check
+def batches() -> None:
+    lines = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": MODEL, "messages": USER, "max_tokens": 8, "seed": number},
+        }
+        for number in range(3)
+    ]
+    file = client.files.create(
+        file=("requests.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch"
+    )
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    end = time.monotonic() + 120
+    while batch.status not in ("completed", "failed", "expired", "cancelled") and time.monotonic() < end:
+        time.sleep(0.2)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed" and batch.output_file_id is not None, batch
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [each["custom_id"] for each in answers] == ["line-0", "line-1", "line-2"]
+    assert all(each["response"]["body"]["usage"]["completion_tokens"] for each in answers)
+    client.files.delete(file.id)
+
+
+@check
+def answers_that_are_kept() -> None:
+    made = client.responses.create(model=MODEL, input="She", background=True, max_output_tokens=16)
+    seen = list(client.responses.retrieve(made.id, stream=True))
+    assert seen[-1].type in ("response.completed", "response.incomplete")
+    assert list(client.responses.retrieve(made.id, stream=True, starting_after=2)) == seen[3:]
+    talk = client.conversations.create()
+    client.responses.create(model=MODEL, input="She", conversation=talk.id, max_output_tokens=8)
+    assert len(list(client.conversations.items.list(talk.id))) == 2
+    client.conversations.delete(talk.id)
+    client.responses.delete(made.id)
+
+
+@check
 def what_is_not_served() -> None:
     for call in (
         lambda: client.moderations.create(input="She"),
         lambda: client.images.generate(prompt="a ball"),
         lambda: client.audio.speech.create(model=MODEL, input="She", voice="alloy"),
-        lambda: client.files.list(),
-        lambda: client.batches.list(),
         lambda: client.fine_tuning.jobs.list(),
-        lambda: client.conversations.create(),
     ):
         expect(openai.NotFoundError, call, "This server")
 

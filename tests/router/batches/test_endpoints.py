@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -329,3 +330,45 @@ def test_a_router_that_was_taken_for_dead_answers_no_line_of_the_new_owner(place
     asyncio.run(run())
     lost.close()
     owner.close()
+
+
+@pytest.mark.parametrize("trouble", ["full", "locked"])
+def test_a_store_that_fails_delays_a_batch_and_costs_it_nothing(
+    served: ServedModel,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    trouble: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("router.batches.batch_runs.FULL_SECONDS", 0.05)
+    mesh = FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP))
+    mesh.delay = 0.02
+    database, other = database_of(tmp_path / "answers"), sqlite3.connect(tmp_path / "answers")
+
+    async def set_to(pragma: str) -> None:
+        await database.run(lambda session: session.execute(f"PRAGMA {pragma}").fetchall() and None)
+
+    with (
+        serving(mesh, HttpConfig(batch_lines_per_instance=2), AnswerStore(database)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        batch = begun(client, *(line(f"{number}", user="x" * 3000) for number in range(12)))
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 2)
+        if trouble == "full":
+            asyncio.run(set_to("max_page_count = 1"))
+        else:
+            asyncio.run(set_to("busy_timeout = 10"))
+            other.execute("BEGIN IMMEDIATE")
+        until(lambda: f"batch {batch.id} waits" in caplog.text)
+        assert ("full" if trouble == "full" else "locked") in caplog.text
+        if trouble == "full":
+            asyncio.run(set_to("max_page_count = 100000"))
+        else:
+            other.rollback()
+        done = ended(client, batch.id)
+        answers = read(client, done.output_file_id)
+        assert [each["custom_id"] for each in answers] == [str(number) for number in range(12)]
+        assert (done.status, done.error_file_id) == ("completed", None)
+    other.close()
+    database.close()
