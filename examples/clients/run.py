@@ -33,6 +33,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 SHIPPED = ROOT / "engine" / "models" / "lockstep-moe"
+TEXT_FLAGS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
+)
 TRAINING = ("--admin-port-serves-all", "--no-enable-expert-parallel")
 START_TIMEOUT = 300.0
 INSTALL_TIMEOUT = 1800.0
@@ -56,6 +60,8 @@ class Client:
     """Packages that are installed without what they require: it needs CUDA."""
     trains: bool = False
     """Whether the client is a trainer's: it knows one address, and no key."""
+    pools: bool = False
+    """Whether it wants a pooling model: a tiny one, made here, is served."""
     context: int = 0
     """Tokens of prompts and answers, if the shipped model's own context is too short.
 
@@ -92,6 +98,13 @@ CLIENTS = {
         alone=["skyrl==0.3.0"],
         trains=True,
     ),
+    "openai-embeddings": Client("pooled/use_openai_embeddings.py", ["openai"], pools=True),
+    "cohere": Client("pooled/use_cohere.py", ["cohere"], pools=True),
+    "langchain-embeddings": Client(
+        "pooled/use_langchain_embeddings.py", ["langchain-openai", "langchain-cohere"], pools=True
+    ),
+    "llama-index": Client("pooled/use_llama_index.py", ["llama-index-embeddings-openai-like"], pools=True),
+    "haystack": Client("pooled/use_haystack.py", ["haystack-ai"], pools=True),
     "verl": Client("use_verl.py", ["aiohttp", "requests"], alone=["verl==0.9.1"], trains=True),
 }
 
@@ -154,10 +167,11 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def own_mesh(context: int = 0, *, trains: bool = False) -> Iterator[dict[str, str]]:
+def own_mesh(context: int = 0, *, trains: bool = False, pools: bool = False) -> Iterator[dict[str, str]]:
     """Start a mesh with everything that the checks ask for.
 
-    Gives the variables that lead there. ``trains``: without keys, for clients of trainers.
+    Gives the variables that lead there. ``trains``: without keys, for clients of trainers. ``pools``: with a
+    pooling model.
     """
     with tempfile.TemporaryDirectory(prefix="clients-") as folder:
         key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"
@@ -165,12 +179,13 @@ def own_mesh(context: int = 0, *, trains: bool = False) -> Iterator[dict[str, st
         limits.write_text(f"{limited}: {{requests_per_minute: 1}}\n")
         port, rpc_port, admin_port = _free_port(), _free_port(), _free_port()
         model = [_with_context(context, Path(folder)), "--served-model-name", SHIPPED.name] if context else []
+        if pools:
+            model = [_pooling_model(Path(folder)), "--served-model-name", "words"]
         command = [
             *(sys.executable, "-P", "-m", "router.launcher.serve", *model, "-dp", "2", "--dtype", "float32"),
             *("--port", str(port), "-dpp", str(rpc_port), "--admin-port", str(admin_port)),
             *(TRAINING if trains else ("--api-key", key, "--api-key-limits", str(limits))),
-            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
+            *(() if pools else TEXT_FLAGS),
         ]
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -201,6 +216,18 @@ def _with_context(context: int, folder: Path) -> str:
     return str(directory)
 
 
+def _pooling_model(folder: Path) -> str:
+    """A tiny embedder, made here."""
+    directory = folder / "words"
+    code = (
+        "import sys; from pathlib import Path; from examples.benchmarks.pooled import bench_pooled as made; "
+        "made.make_model(Path(sys.argv[1]), 'bge-small', 1)"
+    )
+    directory.mkdir()
+    subprocess.run([sys.executable, "-c", code, str(directory)], cwd=ROOT, check=True, capture_output=True)
+    return str(directory)
+
+
 def _variables(url: str, key: str, limited: str = "") -> dict[str, str]:
     return {"LOCKSTEP_URL": url, "LOCKSTEP_API_KEY": key, "LOCKSTEP_LIMITED_KEY": limited}
 
@@ -214,9 +241,9 @@ def _free_port() -> int:
 # ---- all of it
 
 
-def _kind_of(name: str) -> tuple[bool, int]:
-    """Whether a client is a trainer's, and the context that it needs."""
-    return CLIENTS[name].trains, CLIENTS[name].context
+def _kind_of(name: str) -> tuple[bool, bool, int]:
+    """Kind of the mesh that a client needs."""
+    return CLIENTS[name].trains, CLIENTS[name].pools, CLIENTS[name].context
 
 
 def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) -> str:
@@ -245,7 +272,7 @@ def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) ->
 def _surroundings() -> dict[str, str]:
     """This process's environment, without variables that lead Python to our modules."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}  # checks.py, from folders below
 
 
 def main() -> None:
@@ -266,8 +293,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mesh and the client end, too
     given = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
     outcomes: dict[str, str] = {}
-    for (trains, context), group in groupby(sorted(names, key=_kind_of), _kind_of):
-        with contextlib.nullcontext(given) if given else own_mesh(context, trains=trains) as variables:
+    for (trains, pools, context), group in groupby(sorted(names, key=_kind_of), _kind_of):
+        mesh = contextlib.nullcontext(given) if given else own_mesh(context, trains=trains, pools=pools)
+        with mesh as variables:
             variables["LOCKSTEP_MODEL_DIR"] = args.model_dir
             outcomes |= {name: run(name, folder, variables, upgrade=args.upgrade) for name in group}
     print()

@@ -19,10 +19,13 @@ TO_FIT = -1
 JUDGE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: {}\n<Query>: {}\n<Document>: "
 )
+JUDGED = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 JUDGE_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""Text around a document, for rerankers that answer with a token (Source: Qwen3-Reranker's model card)."""
+"""Text of a pair, for rerankers that answer with a token (Source: Qwen3-Reranker's model card).
+
+The three parts become tokens apart from each other, as there; the middle one is cut.
+"""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 Text = str | list[int]
@@ -156,8 +159,8 @@ def _judged(query: str, text: str, instruction: str, model: TextModel, most: int
         return model.tokenizer.encode(part, add_special_tokens=False)
 
     begin, middle, end = (
-        encode(JUDGE.format(instruction or INSTRUCTION, query)),
-        encode(text),
+        encode(JUDGE),
+        encode(JUDGED.format(instruction or INSTRUCTION, query, text)),
         encode(JUDGE_END),
     )
     if most is not None:

@@ -349,3 +349,20 @@ def test_a_deadline_ends_the_request(embedder: Server, tmp_path: Path) -> None:
     headers = {"x-request-timeout": "0.2"}
     answer = embedder.client.post("/v1/embeddings", json={"input": "a"}, headers=headers)
     assert answer.status_code == 504
+
+
+def test_a_judge_reads_the_text_of_its_model_card(served: ServedModel, tokenizer: Tokenizer) -> None:
+    judge = PooledModel(tasks=(PoolingTask.SCORE,), takes_pairs=True, answer_tokens=("no", "yes"))
+    with pooling(served, judge) as server:
+        good(server.post("/score", {"text_1": "Which dog?", "text_2": "The dog."}))
+        (prompt,) = server.mesh.prompts
+    parts = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        "<Query>: Which dog?\n<Document>: The dog.",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    )
+    assert prompt.prompt_ids == [
+        id for part in parts for id in tokenizer.encode(part, add_special_tokens=False)
+    ]
