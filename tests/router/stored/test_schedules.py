@@ -40,7 +40,8 @@ class World:
 
     def claim(self, router: Router) -> bool:
         """As :meth:`router.stored.store.AnswerStore.claim`."""
-        if self.owner is not None and self.owner is not router and self.owner.is_alive:
+        owner = self.owner
+        if owner is not None and owner is not router and owner.is_alive and not owner.seems_dead:
             return False
         self.owner = router
         return True
@@ -75,6 +76,8 @@ class Router:
     def __init__(self, world: World) -> None:
         self.world = world
         self.is_alive = True
+        self.seems_dead = False
+        """Another router may take over what this one makes; it does not know."""
         self.events: list[tuple[int, int]] = []
         self.has_ended = False
         self.task = asyncio.create_task(self._run())
@@ -140,7 +143,7 @@ async def _watch(world: World, routers: list[Router]) -> None:
             routers[victim].die()
         if world.owner is not None and world.mistakes < MOST_MISTAKES and world.chance.random() < 0.05:
             world.mistakes += 1
-            world.owner = world.chance.choice(routers)  # the others took it for dead
+            world.owner.seems_dead = True
         for index, router in enumerate(routers):
             if not router.is_alive:
                 router.die()
