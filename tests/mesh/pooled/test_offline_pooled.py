@@ -12,7 +12,7 @@ from router.tools import embed
 from tests.engine.pooling.shapes import make_checkpoint
 from tests.router import tiny_tokenizer
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 
 def test_embeddings_scores_and_files_have_the_same_bits(tmp_path: Path) -> None:
