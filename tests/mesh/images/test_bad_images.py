@@ -40,6 +40,7 @@ def test_an_image_that_the_encoder_refuses_costs_its_request_only(tmp_path: Path
     with contextlib.ExitStack() as stack:
         command = stack.enter_context(serve(tmp_path / "serve.log", str(directory), *flags, *ports.head()))
         command.wait_for("1 instance ready")
+        command.wait_for("images are prepared by process")  # before any request
         client = stack.enter_context(openai.OpenAI(base_url=f"{ports.url}/v1", api_key="x", max_retries=0))
 
         def ask(width: int) -> str:
