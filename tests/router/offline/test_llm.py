@@ -627,9 +627,13 @@ def test_who_stands_in_the_way_of_our_packages_is_named(name: str, tmp_path: Pat
 
 def test_lockstep_has_what_it_says() -> None:
     assert set(lockstep.__all__) == set(dir(lockstep)) == set(lockstep._HOMES)
-    in_requests = {"Logprob": "PromptLogprob", "StructuredOutputsParams": "StructuredOutputs"}
+    own = {
+        "Logprob": "PromptLogprob",
+        "PoolingParams": "PooledParams",
+        "StructuredOutputsParams": "StructuredOutputs",
+    }
     for name in lockstep.__all__:
-        assert getattr(lockstep, name).__name__ == in_requests.get(name, name)
+        assert getattr(lockstep, name).__name__ == own.get(name, name)
     assert lockstep.LLM is LLM
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lockstep.nothing
