@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.prompt_images import ImageTensor
+from router.api.anthropic_messages.request import _result
 from router.errors import ApiError
 from router.images.messages import Prepared
 from router.images.parts import PLACED, has_images, take_images
@@ -79,6 +80,19 @@ def test_results_of_tools_have_images() -> None:
     given = [{"role": "tool", "tool_call_id": "1", "content": [TEXT, part(f"data:;base64,{ONE}")]}]
     taken, sent = take_images(given, 1)
     assert (taken[0]["content"], sent[0].path) == ([TEXT, PLACED], "messages[0].content[1]")
+
+
+def test_results_of_anthropic_tools_keep_their_order() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": ONE}
+    blocks = [
+        {"type": "text", "text": "a"},
+        {"type": "image", "source": source},
+        {"type": "text", "text": "b"},
+    ]
+    parts: Any = _result(0, blocks)
+    assert [each["type"] for each in parts] == ["text", "image_url", "text"]
+    assert take_images([{"role": "tool", "content": parts}], 1)[1][0].data == b"first"
+    assert _result(0, blocks[:1]) == "a"
 
 
 def test_one_image_too_many() -> None:
