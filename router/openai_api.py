@@ -455,6 +455,8 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     owned_by: str = "lockstep"
     parent: str | None = None
     permission: list[Any] = []
+    input_modalities: tuple[str, ...] = ("text",)
+    """What requests may have: ``text``, and ``image`` where images are taken."""
 
 
 class ModelList(msgspec.Struct, tag_field="object", tag="list"):

@@ -98,9 +98,12 @@ class Endpoints:
 
     def _cards(self, served: ServedModel) -> list[ModelCard]:
         first, room = served.names[0], served.max_model_len
-        cards = [ModelCard(name, self._started, room, root=first) for name in served.names]
+        taken = ("text", "image") if self._models.take_images(served) else ("text",)
+        cards = [
+            ModelCard(name, self._started, room, root=first, input_modalities=taken) for name in served.names
+        ]
         of_adapters = [
-            ModelCard(each.name, self._started, room, root=each.path, parent=first)
+            ModelCard(each.name, self._started, room, root=each.path, parent=first, input_modalities=taken)
             for each in served.adapters
         ]
         return cards + of_adapters

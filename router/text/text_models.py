@@ -29,6 +29,8 @@ class TextModels:
         self._config = config
         self._loaded: TextModel | None = None
         self._loading = asyncio.Lock()
+        self._takes_images: tuple[str, bool] | None = None
+        """Directory that was looked at, and whether images of its model are taken."""
 
     def __repr__(self) -> str:
         return f"<TextModels {self._loaded!r}>"
@@ -59,11 +61,18 @@ class TextModels:
                     self._loaded = await self._load(served)
         return self._loaded
 
+    def take_images(self, served: ServedModel) -> bool:
+        """Whether requests may have images; reads the model's config.json at the first call."""
+        if self._takes_images is None or self._takes_images[0] != served.directory:
+            takes = served.pooling is None and takes_images(Path(served.directory), self._config)
+            self._takes_images = served.directory, takes
+        return self._takes_images[1]
+
     async def open_images(self) -> None:
         """Start what prepares images as soon as the mesh has a model that takes some."""
         while (served := self._mesh.model) is None:  # noqa: ASYNC110 (a model is no event)
             await asyncio.sleep(LOOK_SECONDS)
-        if not takes_images(Path(served.directory), self._config):
+        if not self.take_images(served):
             return
         try:
             if (images := (await self.get(None)).images) is not None:

@@ -104,6 +104,7 @@ def dashboard_served(served: ServedModel, **config: Any) -> Iterator[tuple[httpx
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) as client:
             yield client, dashboard
     finally:
+        dashboard.feed.close()
         server.should_exit = True
         thread.join()
 

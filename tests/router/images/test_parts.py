@@ -9,6 +9,7 @@ import pytest
 
 from engine.prompt_images import ImageTensor
 from router.api.anthropic_messages.request import _result
+from router.api.responses.history import history
 from router.errors import ApiError
 from router.images.messages import Prepared
 from router.images.parts import PLACED, has_images, take_images
@@ -93,6 +94,25 @@ def test_results_of_anthropic_tools_keep_their_order() -> None:
     assert [each["type"] for each in parts] == ["text", "image_url", "text"]
     assert take_images([{"role": "tool", "content": parts}], 1)[1][0].data == b"first"
     assert _result(0, blocks[:1]) == "a"
+
+
+def test_outputs_of_functions_keep_their_images() -> None:
+    """As Codex sends a screenshot: in the output of a call, beside text."""
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{ONE}", "detail": "auto"}
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    output = {
+        "type": "function_call_output",
+        "call_id": "1",
+        "output": [{"type": "input_text", "text": "a"}, image],
+    }
+    read = history(None, [call, output]).messages
+    taken, sent = take_images(read, 1)
+    assert [(each.data, each.path) for each in sent] == [(b"first", "messages[1].content[1]")]
+    assert taken[1] == {
+        "role": "tool",
+        "tool_call_id": "1",
+        "content": [{"type": "input_text", "text": "a"}, PLACED],
+    }
 
 
 def test_one_image_too_many() -> None:

@@ -1,6 +1,7 @@
 // A conversation with the model, streamed. The page knows from the feed on which instance an answer runs.
 
 import { askForKey, events, headers } from "./feed.js";
+import * as pictures from "./pictures.js";
 
 const log = document.getElementById("chat-log");
 const form = document.getElementById("chat-form");
@@ -10,12 +11,14 @@ const mode = document.getElementById("chat-mode");
 
 let messages = [];
 let running = null; // {id, note, ranks, abort}
+const looked = { model: null, sees: false, under: false }; // what the endpoint has told of the model
 
 const newId = () => `page-${Array.from(crypto.getRandomValues(new Uint8Array(6)), (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 
-function say(who, content = "") {
+function say(who, content = "", taken = []) {
   const box = document.createElement("div");
   box.className = `said ${who}`;
+  for (const { url, name } of taken) box.append(Object.assign(document.createElement("img"), { src: url, alt: name }));
   const words = document.createElement("span");
   words.textContent = content;
   const note = document.createElement("small");
@@ -48,15 +51,23 @@ async function post(path, content, id, signal) {
   }
 }
 
-async function answer(content) {
-  const id = newId(), abort = new AbortController();
+// Content of a message: pictures, if there are some, before its text.
+function contentOf(content, taken) {
+  if (!taken.length) return content;
+  const parts = taken.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return content ? [...parts, { type: "text", text: content }] : parts;
+}
+
+async function answer(content, taken) {
+  const id = newId(), conversation = messages, abort = new AbortController();
   const { box, words, note } = say("assistant");
   running = { id, note, ranks: [], abort };
   send.textContent = "Stop";
-  let whole = "", thought = "", usage = null;
+  let whole = "", thought = "", usage = null, refused = false;
   try {
     const response = await post(mode.value === "chat" ? "v1/chat/completions" : "v1/completions", content, id, abort.signal);
     if (!response.ok) {
+      refused = true;
       const error = (await response.json().catch(() => null))?.error;
       throw new Error(error?.message ?? `HTTP ${response.status}`);
     }
@@ -77,7 +88,12 @@ async function answer(content) {
       words.textContent = whole ? `${whole}\n${error.message}` : error.message;
     }
   }
-  if (mode.value === "chat") messages.push({ role: "assistant", content: whole });
+  if (conversation === messages && mode.value === "chat") {
+    if (refused && taken.length) { // or each message after it would be refused for its pictures
+      messages.pop();
+      pictures.giveUp(taken);
+    } else messages.push({ role: "assistant", content: whole });
+  }
   box.dataset.done = "true";
   note.textContent = [note.textContent, usage ? `${usage.completion_tokens} tokens` : ""].filter(Boolean).join(" · ");
   running = null;
@@ -91,11 +107,12 @@ form.addEventListener("submit", (event) => {
     return;
   }
   const content = mode.value === "chat" ? text.value.trim() : text.value;
-  if (!content.trim()) return;
+  if (pictures.isReading() || !(content.trim() || pictures.count())) return;
+  const taken = pictures.take();
   text.value = "";
-  say("user", content);
-  if (mode.value === "chat") messages.push({ role: "user", content });
-  answer(content);
+  say("user", content, taken);
+  if (mode.value === "chat") messages.push({ role: "user", content: contentOf(content, taken) });
+  answer(content, taken);
 });
 
 text.addEventListener("keydown", (event) => {
@@ -109,9 +126,38 @@ function restart() {
   running?.abort.abort();
   messages = [];
   log.replaceChildren();
+  pictures.clear();
+  allowPictures();
 }
 document.getElementById("chat-new").addEventListener("click", restart);
 mode.addEventListener("change", restart);
+
+function allowPictures() {
+  pictures.allow(
+    mode.value !== "chat" ? "Pictures go with a chat only." : looked.sees ? ""
+      : looked.model ? `${looked.model} takes text only.` : "Nothing is known of the model yet.",
+  );
+}
+pictures.watch(document.querySelector(".chat"), text);
+allowPictures();
+
+// Ask what the model sees, once for each model; a later frame asks again if that failed.
+export async function showModel(frame) {
+  if (!frame.model || frame.model === looked.model || looked.under) return;
+  looked.under = true;
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    if (!response.ok) return;
+    const card = (await response.json()).data.find((one) => one.id === frame.model);
+    looked.model = frame.model;
+    looked.sees = Boolean(card?.input_modalities?.includes("image"));
+    allowPictures();
+  } catch (error) {
+    console.debug(error);
+  } finally {
+    looked.under = false;
+  }
+}
 
 // Where the answer under way runs, and where it was before.
 export function showPlace(frame) {

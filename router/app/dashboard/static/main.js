@@ -1,7 +1,7 @@
 // Puts frames on the page.
 
 import { Chart, showSteps, showThroughput } from "./charts.js";
-import { showPlace } from "./chat.js";
+import { showModel, showPlace } from "./chat.js";
 import { follow } from "./feed.js";
 import { showExperts } from "./heat.js";
 import { History } from "./history.js";
@@ -36,6 +36,7 @@ function onFrame(frame) {
   showRequests(frame);
   showEvents(frame);
   showPlace(frame);
+  showModel(frame);
   if (!document.hidden) draw();
   document.body.dataset.frames = String(Number(document.body.dataset.frames ?? 0) + 1);
 }
