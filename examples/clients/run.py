@@ -38,6 +38,7 @@ TEXT_FLAGS = (
     *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
 )
 TRAINING = ("--admin-port-serves-all", "--no-enable-expert-parallel")
+VISION_CONTEXT = 32768
 START_TIMEOUT = 300.0
 INSTALL_TIMEOUT = 1800.0
 RUN_TIMEOUT = 1800.0
@@ -62,6 +63,8 @@ class Client:
     """Whether the client is a trainer's: it knows one address, and no key."""
     pools: bool = False
     """Whether it wants a pooling model: a tiny one, made here, is served."""
+    sees: bool = False
+    """Whether it sends images: a tiny model that takes some, made here, is served."""
     context: int = 0
     """Tokens of prompts and answers, if the shipped model's own context is too short.
 
@@ -105,6 +108,16 @@ CLIENTS = {
     ),
     "llama-index": Client("pooled/use_llama_index.py", ["llama-index-embeddings-openai-like"], pools=True),
     "haystack": Client("pooled/use_haystack.py", ["haystack-ai"], pools=True),
+    "openai-images": Client("seeing/use_openai_images.py", ["openai"], sees=True),
+    "anthropic-images": Client("seeing/use_anthropic_images.py", ["anthropic"], sees=True),
+    "langchain-images": Client("seeing/use_langchain_images.py", ["langchain-openai"], sees=True),
+    "litellm-images": Client("seeing/use_litellm_images.py", ["litellm", "mcp"], sees=True),
+    "ai-sdk-openai-images": Client(
+        "seeing/use_ai_sdk_images.mjs", ["ai@6", "@ai-sdk/openai@3"], npm=True, sees=True
+    ),
+    "claude-code-images": Client(
+        "seeing/use_claude_code_images.mjs", ["@anthropic-ai/claude-code"], npm=True, sees=True
+    ),
     "verl": Client("use_verl.py", ["aiohttp", "requests"], alone=["verl==0.9.1"], trains=True),
 }
 
@@ -167,11 +180,13 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def own_mesh(context: int = 0, *, trains: bool = False, pools: bool = False) -> Iterator[dict[str, str]]:
+def own_mesh(
+    context: int = 0, *, trains: bool = False, pools: bool = False, sees: bool = False
+) -> Iterator[dict[str, str]]:
     """Start a mesh with everything that the checks ask for.
 
     Gives the variables that lead there. ``trains``: without keys, for clients of trainers. ``pools``: with a
-    pooling model.
+    pooling model. ``sees``: with a model that takes images.
     """
     with tempfile.TemporaryDirectory(prefix="clients-") as folder:
         key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"
@@ -181,6 +196,8 @@ def own_mesh(context: int = 0, *, trains: bool = False, pools: bool = False) -> 
         model = [_with_context(context, Path(folder)), "--served-model-name", SHIPPED.name] if context else []
         if pools:
             model = [_pooling_model(Path(folder)), "--served-model-name", "words"]
+        if sees:
+            model = [_vision_model(Path(folder)), "--served-model-name", "eyes"]
         command = [
             *(sys.executable, "-P", "-m", "router.launcher.serve", *model, "-dp", "2", "--dtype", "float32"),
             *("--port", str(port), "-dpp", str(rpc_port), "--admin-port", str(admin_port)),
@@ -228,6 +245,21 @@ def _pooling_model(folder: Path) -> str:
     return str(directory)
 
 
+def _vision_model(folder: Path) -> str:
+    """A tiny LLaVA with random weights, made here, with room for agents' instructions."""
+    directory = folder / "eyes"
+    code = (
+        "import sys; from pathlib import Path; from tests.engine.vision import tiny_vision_models as made; "
+        "made.make_tiny_chat_model(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(directory)], cwd=ROOT, check=True, capture_output=True)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["max_position_embeddings"] = VISION_CONTEXT
+    path.write_text(json.dumps(config))
+    return str(directory)
+
+
 def _variables(url: str, key: str, limited: str = "") -> dict[str, str]:
     return {"LOCKSTEP_URL": url, "LOCKSTEP_API_KEY": key, "LOCKSTEP_LIMITED_KEY": limited}
 
@@ -241,9 +273,10 @@ def _free_port() -> int:
 # ---- all of it
 
 
-def _kind_of(name: str) -> tuple[bool, bool, int]:
+def _kind_of(name: str) -> tuple[bool, bool, bool, int]:
     """Kind of the mesh that a client needs."""
-    return CLIENTS[name].trains, CLIENTS[name].pools, CLIENTS[name].context
+    client = CLIENTS[name]
+    return client.trains, client.pools, client.sees, client.context
 
 
 def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) -> str:
@@ -293,9 +326,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mesh and the client end, too
     given = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
     outcomes: dict[str, str] = {}
-    for (trains, pools, context), group in groupby(sorted(names, key=_kind_of), _kind_of):
-        mesh = contextlib.nullcontext(given) if given else own_mesh(context, trains=trains, pools=pools)
-        with mesh as variables:
+    for (trains, pools, sees, context), group in groupby(sorted(names, key=_kind_of), _kind_of):
+        own = own_mesh(context, trains=trains, pools=pools, sees=sees)
+        with contextlib.nullcontext(given) if given else own as variables:
             variables["LOCKSTEP_MODEL_DIR"] = args.model_dir
             outcomes |= {name: run(name, folder, variables, upgrade=args.upgrade) for name in group}
     print()

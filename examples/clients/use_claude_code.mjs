@@ -5,69 +5,21 @@
 // tool. The last one takes all of them, where the model has the room.
 
 import assert from 'node:assert/strict';
-import { spawn } from 'node:child_process';
-import { mkdtempSync, rmSync, writeFileSync } from 'node:fs';
-import { tmpdir } from 'node:os';
-import { join, resolve } from 'node:path';
-import { Skipped, idle, key, needsToolParser, run, servedModel, url, versionOf } from './checks.mjs';
+import { writeFileSync } from 'node:fs';
+import { join } from 'node:path';
+import { Skipped, idle, key, needsToolParser, run, servedModel, versionOf } from './checks.mjs';
+import { blocks, claude as runOnce, folder, promptTokens } from './claude_code.mjs';
 
 const NUM_TOKENS_OF_ALL = 8_000; // and 15,000 more where a template shows the definitions of its tools
-const TIMEOUT = 300_000; // milliseconds
 
 const served = await servedModel();
-const folder = mkdtempSync(join(tmpdir(), 'claude-code-'));
-process.on('exit', () => rmSync(folder, { recursive: true, force: true }));
 const note = join(folder, 'note.txt');
 writeFileSync(note, 'Mr. Bingley was at the ball.\n');
 // A model that is cut short is asked to go on, again and again; this one ends soon.
 const brief = { structured_outputs: { regex: '[A-Z][a-z ]{20,60}\\.' } };
 const few = ['--system-prompt', 'You are Jane Austen.'];
 
-// Run it once, in a home of its own; all the JSON that it prints. `more` goes into the body of its requests.
-function claude(prompt, flags, { more = {}, apiKey = key } = {}) {
-  const env = {
-    PATH: process.env.PATH,
-    HOME: folder,
-    ANTHROPIC_BASE_URL: url,
-    ANTHROPIC_API_KEY: apiKey,
-    ANTHROPIC_MODEL: served.id,
-    ANTHROPIC_SMALL_FAST_MODEL: served.id,
-    CLAUDE_CODE_MAX_OUTPUT_TOKENS: '80',
-    CLAUDE_CODE_EXTRA_BODY: JSON.stringify(more),
-    CLAUDE_CODE_MAX_RETRIES: '0',
-    CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: '1',
-    DISABLE_TELEMETRY: '1',
-    DISABLE_AUTOUPDATER: '1',
-    DISABLE_ERROR_REPORTING: '1',
-  };
-  const command = ['-p', prompt, '--output-format', 'stream-json', '--verbose', ...flags];
-  return new Promise((done, failed) => {
-    const child = spawn(resolve('node_modules/.bin/claude'), command, { cwd: folder, env, stdio: ['ignore', 'pipe', 'pipe'] });
-    const timer = setTimeout(() => child.kill('SIGKILL'), TIMEOUT);
-    let out = '', err = '';
-    child.stdout.on('data', (text) => (out += text));
-    child.stderr.on('data', (text) => (err += text));
-    child.on('error', failed);
-    child.on('close', (status) => {
-      clearTimeout(timer);
-      try {
-        const events = out.trim().split('\n').map((line) => JSON.parse(line));
-        done({ events, status, result: events.at(-1) });
-      } catch {
-        failed(new Error(`claude ended with ${status}:\n${out}${err}`));
-      }
-    });
-  });
-}
-
-function promptTokens({ usage }) {
-  return usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens;
-}
-
-function blocks(events, role, type) {
-  const turns = events.filter((event) => event.type === role && Array.isArray(event.message?.content));
-  return turns.flatMap((event) => event.message.content).filter((block) => block.type === type);
-}
+const claude = (prompt, flags, options) => runOnce(served.id, [prompt, ...flags], options);
 
 const checks = {
   async answers() {
