@@ -51,11 +51,12 @@ class LineWindow:
     def __init__(self, mesh: Mesh, per_instance: int) -> None:
         self._mesh = mesh
         self._per_instance = per_instance
-        self._count = 0
+        self.count = 0
+        """Lines that have room now."""
         self._left = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<LineWindow {self._count} of {self.most}>"
+        return f"<LineWindow {self.count} of {self.most}>"
 
     @property
     def most(self) -> int:
@@ -63,13 +64,13 @@ class LineWindow:
 
     async def enter(self) -> None:
         """Wait until there is room for another line."""
-        while self._count >= self.most:
+        while self.count >= self.most:
             self._left.clear()
             await self._left.wait()
-        self._count += 1
+        self.count += 1
 
     def leave(self) -> None:
-        self._count -= 1
+        self.count -= 1
         self._left.set()
 
 
@@ -91,6 +92,11 @@ class BatchRuns:
 
     def __repr__(self) -> str:
         return f"<BatchRuns {list(self._running)}>"
+
+    @property
+    def lines_in_flight(self) -> int:
+        """Lines that have room now."""
+        return self._window.count
 
     async def keep(self, counts: StoreCounts) -> None:
         """Run what this router owns, and take over batches of dead routers, until cancelled."""
@@ -211,23 +217,22 @@ class BatchRuns:
             async with asyncio.TaskGroup() as group:
                 async for number, text in self._unanswered(batch):
                     await self._window.enter()
-                    group.create_task(self._answer(batch, number, text))
+                    answering = group.create_task(self._answer(batch, number, text))
+                    # Not in the task: one that is cancelled before its first step does nothing at all.
+                    answering.add_done_callback(lambda _: self._window.leave())
         except* (StoreUnusable, BatchTaken) as errors:
             raise first_of(errors) from errors
 
     async def _answer(self, batch: BatchObject, number: int, text: bytes) -> None:
-        try:
-            line = read_line(text, batch.endpoint)
-            answer = await self._runner.answer(batch.id, batch.created_at, number, line)
-            while True:
-                try:
-                    await self.batches.answer(batch.id, number, answer)
-                    return
-                except StoreFull as error:
-                    logger.warning("batch %s waits: %s", batch.id, error)
-                    await asyncio.sleep(FULL_SECONDS)
-        finally:
-            self._window.leave()
+        line = read_line(text, batch.endpoint)
+        answer = await self._runner.answer(batch.id, batch.created_at, number, line)
+        while True:
+            try:
+                await self.batches.answer(batch.id, number, answer)
+                return
+            except StoreFull as error:
+                logger.warning("batch %s waits: %s", batch.id, error)
+                await asyncio.sleep(FULL_SECONDS)
 
     async def _unanswered(self, batch: BatchObject) -> AsyncIterator[tuple[int, bytes]]:
         """Lines without an answer, with their numbers."""

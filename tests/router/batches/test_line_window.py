@@ -1,0 +1,57 @@
+"""Room for lines of batches, where their answers cannot be stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from router.batches.batch_runs import BatchLimits, BatchRuns
+from router.batches.lines import LineAnswer
+from router.batches.objects import BatchObject
+from router.stored.database import StoreUnusable
+
+BATCH = BatchObject(
+    id="batch_a", endpoint="/v1/completions", input_file_id="file-a", completion_window="1h", created_at=0, expires_at=9
+)  # fmt: skip
+LINE = b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"model": "m"}}'
+
+
+class Unusable:
+    """A store with lines to read, that takes no answer; and what computes and counts."""
+
+    async def lines(self, id: str, most_bytes: int) -> AsyncIterator[bytes]:
+        for number in range(9):
+            yield LINE % number
+
+    async def answered(self, batch: str) -> set[int]:
+        return set()
+
+    async def answer(self, *_: Any) -> LineAnswer:
+        return LineAnswer(False, b"computed")
+
+    def instances_by_state(self) -> dict[str, int]:
+        return {"ready": 1}
+
+
+class Refusing(Unusable):
+    async def answer(self, *_: Any) -> LineAnswer:
+        raise StoreUnusable("full")
+
+
+@pytest.mark.parametrize("lines_at_once", [1, 2, 5])
+def test_lines_that_failed_or_never_began_leave_their_room(lines_at_once: int) -> None:
+    """One that begins while another fails is cancelled before its first step."""
+    computes: Any = Unusable()
+    refuses: Any = Refusing()
+    runs = BatchRuns(computes, refuses, computes, computes, BatchLimits(9, 1000, lines_at_once, 1.0))
+
+    async def run() -> None:
+        for _ in range(3):
+            with pytest.raises(StoreUnusable):
+                await asyncio.wait_for(runs._answer_all(BATCH), 5)
+
+    asyncio.run(run())
+    assert runs.lines_in_flight == 0
