@@ -77,6 +77,7 @@ class NullExecutor:
     """The part of an executor that an instance without shards or spread experts uses."""
 
     in_flight, needs_tokens, computes_apart, has_workers, runs_ahead = 1, False, False, False, False
+    image_encoder = None
 
     def __init__(
         self,

@@ -84,6 +84,7 @@ class PretendedExecutor:
 
     needs_tokens = has_workers = False
     computes_apart = True
+    image_encoder = None
 
     def __init__(self, rows: int, tokens: int, *, ahead: bool) -> None:
         import torch

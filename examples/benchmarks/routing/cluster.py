@@ -64,6 +64,7 @@ class Clocked:
     needs_tokens = False
     computes_apart = runs_ahead = False
     has_workers = False
+    image_encoder = None
 
     def __init__(self, time: StepTime) -> None:
         self._time = time

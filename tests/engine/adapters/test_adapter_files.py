@@ -17,10 +17,8 @@ from engine.adapters.adapter_files import Adapter, read_adapter
 from engine.adapters.adapter_settings import CONFIG, WEIGHTS, AdapterError, digest_of, read_settings, settled
 from engine.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.config.lora import LoraConfig
-from engine.executor.uni import UniExecutor
-from engine.kernels.core import library
 from engine.model.errors import CheckpointError
-from engine.settings import adopt, resolve
+from engine.settings import resolve
 from tests.engine.adapters.made_adapters import make_adapter
 from tests.engine.native_families import make_family
 
@@ -156,17 +154,7 @@ def test_an_adapter_cannot_have_the_models_name(model: Path, adapter: Path) -> N
     assert [source.name for source in settings.lora.adapters] == ["base"]
 
 
-def test_adapters_need_the_native_kernels(
-    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_refused_on_gpus(adapter: Path) -> None:
     lora = LoraConfig(enable_lora=True, lora_modules=(f"one={adapter}",))
-    config = EngineConfig(model=ModelConfig(model=str(model)), device=DeviceConfig(device="cpu"), lora=lora)
-    info, settings = resolve(config)
-    monkeypatch.setenv(library.OFF, "0")
-    executor = UniExecutor(adopt(config, settings), info, 1)
-    executor.load(lambda _phase: None)
-    with pytest.raises(CheckpointError, match="--enable-lora: adapters are computed by the native kernels"):
-        executor.allocate(8)
-    executor.close()
     with pytest.raises(ValueError, match="--enable-lora is not built for GPUs"):
         EngineConfig(device=DeviceConfig(device="cuda"), lora=lora)

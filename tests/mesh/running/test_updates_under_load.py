@@ -21,6 +21,9 @@ from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 from tests.nightly import NIGHTLY
 
+EXPERTS = 8
+"""Experts of a layer of the shipped model."""
+
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600 if NIGHTLY else 300)]
 
 DENSE = "--no-enable-expert-parallel"
@@ -132,6 +135,7 @@ def test_copies_of_experts_have_the_new_weights_while_they_move(tmp_path: Path) 
         print(before, after)
         assert after["changes"] > before["changes"] + 6, "experts moved between updates"
         assert after["failures"] == 0
-        assert sum(after["held"].values()) == COPIES * LAYERS
+        # An instance that prepares weights has room for fewer copies, and reports that with its next group.
+        assert EXPERTS * LAYERS <= sum(after["held"].values()) <= COPIES * LAYERS
         assert mesh.command.stop() == 0
         assert not mesh.tracebacks()
