@@ -61,7 +61,7 @@ def as_generation(asked: OllamaGenerateRequest, served: ServedModel) -> ChatRequ
         "template": "the router has --chat-template",
         "suffix": "put the text around the gap into a raw prompt",
         "context": "send the conversation to /api/chat",
-        "images": "this model takes text only",
+        "images": "send them to /v1/chat/completions",
     }.items():
         if getattr(asked, name):
             refuse(f"{name} is not supported: {instead}.", name)
@@ -150,7 +150,9 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(given):
         content = message.get("content", "")
         if message.get("images"):
-            refuse(f"messages[{index}].images is not supported: this model takes text only.", "messages")
+            refuse(
+                f"messages[{index}].images is not supported: send them to /v1/chat/completions.", "messages"
+            )
         if content is not None and not isinstance(content, str):
             refuse(f"messages[{index}].content must be a string.", "messages")
         turned: dict[str, Any] = {"role": message.get("role"), "content": content}
