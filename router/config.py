@@ -12,8 +12,8 @@ from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig, url
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
-from router.images.media_rules import MediaRules
 from router.key_limits import KeyLimits, limits_of, read_key_limits
+from router.media_rules import MediaRules
 from router.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, check_halves
 from router.signing.keys import CapsuleKey
 from router.structured_config import StructuredOutputsConfig, read_config

@@ -11,6 +11,7 @@ import atexit
 import gc
 import importlib.util
 import os
+import platform
 import shutil
 import signal
 import tempfile
@@ -31,6 +32,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
 
 if importlib.util.find_spec("triton") is not None and not has_device():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton asks when it is loaded, so before anything does
+
+
+if platform.machine() == "x86_64":  # the interpreter multiplies by numpy, and OpenBLAS has kernels for AVX2
+    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")  # in which a row's bits depend on others
 
 
 def _session_directory() -> str:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engine.model.checkpoint import CheckpointError
 from engine.model.errors import first_line
+from engine.model.weights import LOADING
 from engine.prompt_images import PromptImage
 
 
@@ -72,9 +73,10 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Ima
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     hidden = int(config.get_text_config(decoder=True).hidden_size)
     try:
-        model = AutoModelForImageTextToText.from_pretrained(
-            directory, config=_without_layers(config), dtype=dtype, local_files_only=True
-        )
+        with LOADING:  # transformers changes itself meanwhile, and not for one thread
+            model = AutoModelForImageTextToText.from_pretrained(
+                directory, config=_without_layers(config), dtype=dtype, local_files_only=True
+            )
     except Exception as error:  # whatever a config.json may do to transformers' code
         raise CheckpointError(
             f"{directory}: the encoder of images cannot be read. transformers says: {first_line(error)}"

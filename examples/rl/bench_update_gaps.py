@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import sys
 import tempfile
 import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 from engine.config import SHIPPED_MODEL
 from engine.model.finding import MODELS_DIRECTORY, find_model

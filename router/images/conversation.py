@@ -14,11 +14,11 @@ from engine.prompt_images import PromptImage, image_token
 from router.config import HttpConfig
 from router.errors import refuse
 from router.images.fetching import MediaFetcher
-from router.images.media_rules import Refusal
 from router.images.messages import Prepared
 from router.images.parts import SentImage, has_images, take_images
 from router.images.placing import images_in, with_images
 from router.images.preparation import ImagePreparation
+from router.media_rules import Refusal
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from router.errors import ApiError
-from router.images.media_rules import MediaRules, Refusal
+from router.media_rules import MediaRules, Refusal
 
 MOST_SECONDS = 10.0
 """For one image, redirects included."""

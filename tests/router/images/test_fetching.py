@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.images.fetching import MediaFetcher, urlsplit_of
-from router.images.media_rules import MediaRules, Refusal
+from router.media_rules import MediaRules, Refusal
 
 BODY = b"an image" * 100
 
