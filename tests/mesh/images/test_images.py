@@ -124,6 +124,22 @@ def test_images_of_all_apis_over_a_kill(tmp_path: Path) -> None:
         )  # fmt: skip
         assert by_message.content[0].text == text
 
+        question = {"role": "user", "content": "Look."}
+        seen = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png(2)}"}}
+        by_result = client.chat.completions.create(
+            model="m", temperature=0, max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True},
+            messages=[question, {"role": "tool", "tool_call_id": "1", "content": [seen]}],  # type: ignore[list-item,misc]
+        )  # fmt: skip
+        output = [{"type": "input_image", "image_url": f"data:image/png;base64,{png(2)}", "detail": "auto"}]
+        by_output = client.responses.create(
+            model="m", temperature=0, max_output_tokens=NUM_TOKENS, extra_body={"ignore_eos": True},
+            input=[question, {"type": "function_call_output", "call_id": "1", "output": output}],  # type: ignore[list-item,misc]
+        )  # fmt: skip
+        assert by_output.output_text == by_result.choices[0].message.content
+        assert by_output.usage is not None
+        assert by_result.usage is not None
+        assert by_output.usage.input_tokens == by_result.usage.prompt_tokens
+
         bad: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
         asked: Any = [{"role": "user", "content": [bad]}]
         with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\] is in none of the"):
