@@ -126,7 +126,7 @@ def _rendered(request: ChatRequest | TokenizeRequest, messages: list[Any], model
             variables=variables,
         )
     except ChatTemplateError as error:
-        raise ApiError(400, str(error), param="messages", logged=error.logged) from error
+        raise ApiError(400, str(error), param=error.path, logged=error.logged) from error
 
 
 def text_to_tokenize(request: TokenizeRequest, model: TextModel) -> tuple[str, bool]:

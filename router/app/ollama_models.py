@@ -172,6 +172,8 @@ class OllamaModelEndpoints:
         if model.served.pooling is not None:
             return ["embedding"]
         found = ["completion"]
+        if self._models.take_images(model.served):
+            found.append("vision")
         if harmony or (config.enable_auto_tool_choice and config.tool_call_parser):
             found.append("tools")
         if harmony or config.reasoning_parser:

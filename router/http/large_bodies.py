@@ -7,9 +7,10 @@ a thread of their own, so that shorter ones do not wait behind them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,8 +22,10 @@ VERY_LARGE_BODY = 1 << 20
 """Body size in bytes above which one request is worked on at a time."""
 LARGE_AT_ONCE = 4
 """Requests over ``LARGE_BODY`` that are worked on at once, each in a thread."""
-IMAGES_AT_ONCE = 16
-"""Requests worked on at once where images may come: most of them wait."""
+IMAGES_AT_ONCE = 4
+"""Requests worked on at once where images may come."""
+IMAGES_ELSEWHERE, VERY_LARGE_ELSEWHERE = 64, 32
+"""Requests that leave their place at once, see :func:`elsewhere`; further ones keep it."""
 MOST_LARGE_WAITING = 512
 """Requests over ``LARGE_BODY`` that wait for those at work; more are refused with 503."""
 MOST_VERY_LARGE_WAITING = 16
@@ -34,10 +37,13 @@ Result = TypeVar("Result")
 class BoundedThreads:
     """Thread pool with a bounded queue of waiting requests."""
 
-    def __init__(self, name: str, at_once: int, most_waiting: int) -> None:
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=name)
+    def __init__(self, name: str, at_once: int, most_waiting: int, most_elsewhere: int = 0) -> None:
+        """``most_elsewhere``: requests at once that wait for something else, see :func:`elsewhere`."""
+        self._threads = ThreadPoolExecutor(at_once + most_elsewhere, thread_name_prefix=name)
         self._most = at_once + most_waiting
         self._taken = threading.BoundedSemaphore(self._most)
+        self._at_work = threading.BoundedSemaphore(at_once)
+        self._elsewhere = threading.BoundedSemaphore(most_elsewhere)
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Do work in a thread; wait for one if all are taken.
@@ -48,17 +54,57 @@ class BoundedThreads:
         if not self._taken.acquire(blocking=False):
             message = "Too many long requests wait to be tokenised; try again in a few seconds."
             raise ApiError(503, message, headers={"retry-after": "5"})
-        future = self._threads.submit(contextvars.copy_context().run, work)
+        future = self._threads.submit(contextvars.copy_context().run, self._do, work)
         future.add_done_callback(self._leave)  # one that is cancelled while it runs leaves at its end
         return await asyncio.wrap_future(future)
+
+    def _do(self, work: Callable[[], Result]) -> Result:
+        with self._at_work:
+            _own.threads = self
+            try:
+                return work()
+            finally:
+                _own.threads = None
+
+    @contextlib.contextmanager
+    def _being_elsewhere(self) -> Iterator[None]:
+        if not self._elsewhere.acquire(blocking=False):
+            yield  # and keeps its place at work
+            return
+        self._at_work.release()
+        self._taken.release()
+        try:
+            yield
+        finally:
+            self._taken.acquire()
+            self._at_work.acquire()
+            self._elsewhere.release()
 
     def _leave(self, future: Future[Any]) -> None:
         self._taken.release()
 
 
+class _Own(threading.local):
+    """The pool that a thread belongs to."""
+
+    threads: BoundedThreads | None = None
+    """None: it belongs to no pool."""
+
+
+_own = _Own()
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Let others work while this request waits for a URL or another process."""
+    threads = _own.threads
+    with contextlib.nullcontext() if threads is None else threads._being_elsewhere():
+        yield
+
+
 _large = BoundedThreads("large", LARGE_AT_ONCE, MOST_LARGE_WAITING)
-_images = BoundedThreads("images", IMAGES_AT_ONCE, MOST_LARGE_WAITING)
-_very_large = BoundedThreads("very-large", 1, MOST_VERY_LARGE_WAITING)
+_images = BoundedThreads("images", IMAGES_AT_ONCE, MOST_LARGE_WAITING, IMAGES_ELSEWHERE)
+_very_large = BoundedThreads("very-large", 1, MOST_VERY_LARGE_WAITING, VERY_LARGE_ELSEWHERE)
 
 
 async def run_sized(work: Callable[[], Result], size: int, *, waits: bool = False) -> Result:

@@ -13,6 +13,7 @@ from engine.model.model_files import read_json
 from engine.prompt_images import PromptImage, image_token
 from router.config import HttpConfig
 from router.errors import refuse
+from router.http.large_bodies import elsewhere
 from router.images.fetching import MediaFetcher
 from router.images.messages import Prepared
 from router.images.parts import SentImage, has_images, take_images
@@ -39,7 +40,8 @@ class ModelImages:
             ApiError: one cannot be taken.
         """
         taken, sent = take_images(messages, self.most)
-        return taken, [self.preparation.prepare(each) for each in self._fetched(sent)]
+        with elsewhere():
+            return taken, [self.preparation.prepare(each) for each in self._fetched(sent)]
 
     def _fetched(self, sent: Sequence[SentImage]) -> list[SentImage]:
         """The same images with those at URLs fetched."""

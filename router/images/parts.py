@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,29 @@ SCHEME = re.compile(r"(?!data:)[A-Za-z][A-Za-z0-9+.-]{0,19}:", re.ASCII)
 DETAILS = ("auto", "low", "high", None)
 PLACED = {"type": "image"}
 """The part that chat templates write a placeholder for."""
+
+
+class LocatedPart(dict[str, Any]):
+    """A part of a message with the JSON path that its client knows it by."""
+
+    def __init__(self, part: Mapping[str, Any], path: str) -> None:
+        super().__init__(part)
+        self.path = path
+
+
+def located(content: Any, path: str) -> Any:
+    """Content whose images have paths below ``path``; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    return [
+        LocatedPart(part, f"{path}[{index}]") if _is_medium(part) else part
+        for index, part in enumerate(content)
+    ]
+
+
+def path_of(part: Any, message: int, index: int) -> str:
+    """JSON path of a part of a message's content."""
+    return part.path if isinstance(part, LocatedPart) else f"messages[{message}].content[{index}]"
 
 
 @dataclass(frozen=True)
@@ -58,7 +81,7 @@ def take_images(messages: Sequence[Any], most: int) -> tuple[list[Any], list[Sen
             continue
         parts = list(content)
         for index, part in enumerate(content):
-            path = f"messages[{at}].content[{index}]"
+            path = path_of(part, at, index)
             if _is_medium(part) and (other := OTHER_MEDIA.get(part["type"])):
                 refuse(f"{path} is {other}, which is not supported: this model takes texts and images.", path)
             if _is_image(part):

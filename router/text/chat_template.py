@@ -23,7 +23,7 @@ import jinja2.sandbox
 import msgspec
 
 from router.http.json_values import too_many
-from router.images.parts import PLACED
+from router.images.parts import PLACED, path_of
 from router.text.tokens import Tokenizer, TokenizerError
 
 MAX_RENDERED = 32 * 1024**2
@@ -55,12 +55,14 @@ Message = dict[str, Any]
 class ChatTemplateError(ValueError):
     """Messages that make no prompt with this template, or a template that does not work.
 
-    ``logged`` goes to the log instead of a message that may quote the conversation.
+    ``logged`` goes to the log instead of a message that may quote the conversation; ``path`` is that of the
+    part at fault, where it is known.
     """
 
-    def __init__(self, message: str, logged: str | None = None) -> None:
+    def __init__(self, message: str, logged: str | None = None, path: str = "messages") -> None:
         super().__init__(message)
         self.logged = logged
+        self.path = path
 
     def __str__(self) -> str:
         return super().__str__()[:MAX_ERROR]
@@ -307,7 +309,7 @@ def content_texts(index: int, content: Any) -> list[str | None]:
     if not isinstance(content, list):
         raise ChatTemplateError(f"messages[{index}].content must be a string or a list of parts.")
     texts: list[str | None] = []
-    for part in content:
+    for at, part in enumerate(content):
         if isinstance(part, str) or part is PLACED:
             texts.append(part if isinstance(part, str) else None)
             continue
@@ -315,9 +317,8 @@ def content_texts(index: int, content: Any) -> list[str | None]:
         if not isinstance(kind, str):
             raise ChatTemplateError(f"messages[{index}].content has a part without a type.")
         if kind not in TEXT_PARTS:
-            raise ChatTemplateError(
-                f"messages[{index}].content has a part of type {kind!r}, but this model takes text only."
-            )
+            path = path_of(part, index, at)
+            raise ChatTemplateError(f"{path} is of type {kind!r}, but this model takes text only.", path=path)
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ChatTemplateError(f"messages[{index}].content has a text part without text.")

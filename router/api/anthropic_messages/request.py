@@ -8,6 +8,7 @@ from typing import Any
 from router.api.anthropic_messages.tools import CHANGES, REFERENCE, offered
 from router.api.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.errors import ApiError, refuse
+from router.images.parts import LocatedPart
 from router.openai_api import MOST, ChatRequest, MoreFields
 
 NAMES = {
@@ -256,14 +257,15 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
     """Messages of a user's turn: first the results of tools, one message each."""
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    for block in blocks:
+    for at, block in enumerate(blocks):
+        where = f"messages[{index}].content[{at}]"
         match _kind(block):
             case "text":
                 parts.append({"type": "text", "text": block.get("text")})
             case "image":
-                parts.append(_image(index, block))
+                parts.append(_image(where, block))
             case "tool_result":
-                content = _result(index, _named(block.get("content")) or "")
+                content = _result(where, _named(block.get("content")) or "")
                 call_id = _given(index, block, "tool_use_id")
                 results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case kind:
@@ -271,30 +273,30 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
     return [*results, {"role": "user", "content": parts}] if parts or not results else results
 
 
-def _result(index: int, content: Any) -> str | list[dict[str, Any]]:
+def _result(where: str, content: Any) -> str | list[dict[str, Any]]:
     """A tool's result: text, or parts where images are among it."""
     if not isinstance(content, list) or all(_kind(block) != "image" for block in content):
-        return _text(content, f"messages[{index}]")
+        return _text(content, where)
     parts: list[dict[str, Any]] = []
-    for block in content:
+    for at, block in enumerate(content):
         if _kind(block) == "image":
-            parts.append(_image(index, block))
+            parts.append(_image(f"{where}.content[{at}]", block))
         else:
-            parts += [{"type": "text", "text": text} for text in _texts([block], f"messages[{index}]")]
+            parts += [{"type": "text", "text": text} for text in _texts([block], where)]
     return parts
 
 
-def _image(index: int, block: dict[str, Any]) -> dict[str, Any]:
+def _image(where: str, block: dict[str, Any]) -> LocatedPart:
     """An image of a user's turn as a part of a chat message."""
     source = block.get("source")
     if not isinstance(source, dict):
-        refuse(f"messages[{index}].content has an image block without source.", "messages")
-    if source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": source.get("url")}}
-    if source.get("type") != "base64":
-        refuse(f"messages[{index}].content has an image whose source is neither base64 nor url.", "messages")
-    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return {"type": "image_url", "image_url": {"url": url}}
+        refuse(f"{where} is an image without source.", where)
+    if source.get("type") not in ("base64", "url"):
+        refuse(f"{where} is an image whose source is neither base64 nor url.", where)
+    url = source.get("url")
+    if source["type"] == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return LocatedPart({"type": "image_url", "image_url": {"url": url}}, where)
 
 
 def _given(index: int, block: dict[str, Any], field: str, *, may_be_empty: bool = False) -> str:

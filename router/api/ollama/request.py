@@ -8,6 +8,7 @@ from typing import Any
 
 from router.api.ollama.wire import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, OllamaRequest
 from router.errors import refuse
+from router.images.parts import LocatedPart
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, GenerationRequest, OpenEndedCompletion
 
@@ -20,12 +21,14 @@ NAMES = {
 }
 """Fields that have another name in a chat request."""
 
+ANY_IMAGE = "data:;base64,"
+"""Beginning of a data URL whose format is found out from its bytes."""
 LATEST = ":latest"
 """Tag that Ollama's clients add to names without one."""
 LEVELS = ("low", "medium", "high")
 SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 """Options that a chat request has under the same names."""
-NOT_RAW = ("system", "think", "template", "context")
+NOT_RAW = ("system", "think", "template", "context", "images")
 """Fields that need the chat template."""
 
 
@@ -61,7 +64,6 @@ def as_generation(asked: OllamaGenerateRequest, served: ServedModel) -> ChatRequ
         "template": "the router has --chat-template",
         "suffix": "put the text around the gap into a raw prompt",
         "context": "send the conversation to /api/chat",
-        "images": "send them to /v1/chat/completions",
     }.items():
         if getattr(asked, name):
             refuse(f"{name} is not supported: {instead}.", name)
@@ -74,7 +76,8 @@ def as_generation(asked: OllamaGenerateRequest, served: ServedModel) -> ChatRequ
         completion.logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return completion
     messages = [{"role": "system", "content": asked.system}] if asked.system else []
-    chat = ChatRequest(messages=[*messages, {"role": "user", "content": asked.prompt}])
+    content = _with_images(asked.prompt or "", asked.images, "images")
+    chat = ChatRequest(messages=[*messages, {"role": "user", "content": content}])
     _set_common(chat, asked, served)
     _set_chat(chat, asked)
     return chat
@@ -149,12 +152,9 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     open_calls: list[tuple[str, str]] = []
     for index, message in enumerate(given):
         content = message.get("content", "")
-        if message.get("images"):
-            refuse(
-                f"messages[{index}].images is not supported: send them to /v1/chat/completions.", "messages"
-            )
         if content is not None and not isinstance(content, str):
             refuse(f"messages[{index}].content must be a string.", "messages")
+        content = _with_images(content, message.get("images"), f"messages[{index}].images")
         turned: dict[str, Any] = {"role": message.get("role"), "content": content}
         if message.get("thinking"):
             turned["reasoning"] = message["thinking"]
@@ -169,6 +169,22 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             turned["tool_call_id"] = id or _answered(message.get("tool_name"), open_calls)
         messages.append(turned)
     return messages
+
+
+def _with_images(text: str | None, images: Any, where: str) -> Any:
+    """The content of a message: its text, behind its images where it has some.
+
+    ``images``: in base64, as Ollama's clients send them.
+    """
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        refuse(f"{where} must be a list of images in base64.", where)
+    parts: list[dict[str, Any]] = [
+        LocatedPart({"type": "image_url", "image_url": {"url": f"{ANY_IMAGE}{each}"}}, f"{where}[{at}]")
+        for at, each in enumerate(images)
+    ]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _call(index: int, position: int, call: Any) -> dict[str, Any]:

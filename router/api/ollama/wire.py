@@ -89,10 +89,11 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     raw: bool | None = None
     """Whether the prompt goes to the model without a chat template."""
     suffix: Any = None
-    """Not supported, as the next three."""
+    """Not supported, as the next two."""
     template: Any = None
     context: Any = None
     images: Any = None
+    """In base64."""
 
     @property
     def is_empty(self) -> bool:

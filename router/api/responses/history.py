@@ -15,6 +15,7 @@ import msgspec
 from router.api.responses.custom_input import custom_arguments
 from router.api.responses.tools import flat_name
 from router.errors import refuse
+from router.images.parts import located
 
 LEFT_OUT = frozenset(
     {
@@ -96,7 +97,7 @@ def _add(found: ReadInput, where: str, item: Mapping[str, Any]) -> None:
         case str() as kind if kind in OUTPUTS:
             by_id = kind == "local_shell_call_output" and "call_id" not in item
             (call_id,) = _strings(where, item, "id" if by_id else "call_id")
-            _add_output(messages, call_id, item.get("output"))
+            _add_output(messages, call_id, located(item.get("output"), f"{where}.output"))
         case str() as kind if kind in LEFT_OUT:
             found.left_out.append(kind)
         case kind:
@@ -105,7 +106,7 @@ def _add(found: ReadInput, where: str, item: Mapping[str, Any]) -> None:
 
 def _add_message(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
     (role,) = _strings(where, item, "role")
-    content = item.get("content")
+    content = located(item.get("content"), f"{where}.content")
     if role == "assistant":
         _assistant(messages, "content")["content"] = content or ""
     else:

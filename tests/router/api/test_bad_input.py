@@ -255,8 +255,8 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": 1}]}, "must be a string or a list of parts", "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "part of type 'image_url', but this model takes text only",
-        "messages",
+        "messages[0].content[0] is of type 'image_url', but this model takes text only",
+        "messages[0].content[0]",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]},

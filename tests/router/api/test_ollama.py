@@ -207,8 +207,10 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["AA"]}]}, "messages[0].images"),
-        (GENERATE, {"prompt": "x", "images": ["AA"]}, "images"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["AA"]}]}, "messages[0].images[0] is of type"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": "AA"}]}, "messages[0].images must be a list"),
+        (GENERATE, {"prompt": "x", "images": ["AA"]}, "images[0] is of type"),
+        (GENERATE, {"prompt": "x", "raw": True, "images": ["AA"]}, "raw leaves out the chat template"),
         (GENERATE, {"prompt": "x", "template": "{{ .Prompt }}"}, "--chat-template"),
         (GENERATE, {"prompt": "x", "suffix": "y"}, "suffix"),
         (GENERATE, {"prompt": "x", "context": [1]}, "/api/chat"),

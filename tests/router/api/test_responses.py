@@ -261,7 +261,7 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id must be a string", "input"),
         ({"input": [{"type": "function_call_output", "output": "f"}]}, "call_id must be a string", "input"),
         ({"input": [{"content": "f"}]}, "input[0].role must be a string", "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "takes text only", "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "takes text only", "input[0].content[0]"),
         ({"context_management": [{"type": "compaction"}]}, "nothing of a conversation", "context_management"),
         ({"enable_response_messages": True}, "is not supported", "enable_response_messages"),
         ({"previous_input_messages": [{}]}, "send them as input", "previous_input_messages"),

@@ -15,7 +15,7 @@ import pytest
 from coordinator.own_memory import private_memory
 from router.config import HttpConfig
 from router.errors import ApiError
-from router.http.large_bodies import LARGE_BODY, BoundedThreads, run_sized
+from router.http.large_bodies import LARGE_BODY, BoundedThreads, elsewhere, run_sized
 from router.mesh import ServedModel
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, serving
@@ -51,6 +51,33 @@ def test_a_lane_takes_a_few_at_once_and_refuses_what_would_wait_too_long() -> No
 
     asyncio.run(fill())
     assert ran == [1, 4]
+
+
+def test_who_waits_for_something_else_leaves_the_place_to_others() -> None:
+    lane, go = BoundedThreads("test", at_once=1, most_waiting=1, most_elsewhere=2), threading.Event()
+
+    ran: list[str] = []
+
+    def wait(name: str) -> None:
+        with elsewhere():
+            go.wait(10)
+        ran.append(name)
+
+    async def fill() -> None:
+        waiting = [asyncio.create_task(lane.run(lambda name=name: wait(name))) for name in "ab"]
+        await asyncio.to_thread(until, lambda: not lane._elsewhere._value)
+        assert await lane.run(lambda: "worked") == "worked"
+        third = asyncio.create_task(lane.run(lambda: wait("c")))  # keeps its place: the next waits for it
+        await asyncio.to_thread(until, lambda: not lane._at_work._value)
+        fourth = asyncio.create_task(lane.run(lambda: ran.append("d")))
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*waiting, third, fourth)
+        assert ran.index("c") < ran.index("d")
+        assert (lane._taken._value, lane._at_work._value, lane._elsewhere._value) == (2, 1, 2)
+
+    with elsewhere():  # in no such thread
+        asyncio.run(fill())
 
 
 def test_light_work_is_done_at_once_and_heavy_work_in_a_thread() -> None:

@@ -107,7 +107,7 @@ def test_outputs_of_functions_keep_their_images() -> None:
     }
     read = history(None, [call, output]).messages
     taken, sent = take_images(read, 1)
-    assert [(each.data, each.path) for each in sent] == [(b"first", "messages[1].content[1]")]
+    assert [(each.data, each.path) for each in sent] == [(b"first", "input[1].output[1]")]
     assert taken[1] == {
         "role": "tool",
         "tool_call_id": "1",
