@@ -15,6 +15,7 @@ import platform
 import shutil
 import signal
 import tempfile
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -57,6 +58,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("lockstep")
 
 os.environ["XDG_RUNTIME_DIR"] = _session_directory()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collections, a fifth of the time for nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

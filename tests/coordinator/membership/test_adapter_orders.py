@@ -245,7 +245,7 @@ def test_the_list_and_a_load_under_way_outlive_the_coordinator() -> None:
     assert mesh.load("b", "/b", "2").status == DONE
 
 
-@pytest.mark.parametrize("seed", range(10_000 if NIGHTLY else 150))
+@pytest.mark.parametrize("seed", range(10_000 if NIGHTLY else 40))
 def test_random_commands_deaths_joins_and_restarts(seed: int) -> None:
     """Ready instances have all adapters that are served, and in the end no others."""
     chance = random.Random(seed)

@@ -23,6 +23,7 @@ from coordinator.messages import (
 )
 from tests.coordinator.membership.test_registry import EXPERTS, register, to
 from tests.coordinator.membership.test_standing_orders import Mesh
+from tests.nightly import examples
 
 BOTH = (MemoryPart.KV_CACHE, MemoryPart.WEIGHTS)
 
@@ -189,7 +190,7 @@ def test_no_group_is_formed_while_weights_are_given_back() -> None:
     assert len(mesh.plans[-1].peers) == 3
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_nobody_is_without_memory_while_another_may_compute(seed: int) -> None:
     """In no state of the mesh, through deaths, joins, restarts and lost messages."""
     rng = random.Random(seed)

@@ -24,6 +24,7 @@ from coordinator.messages import (
     WeightVersion,
 )
 from tests.coordinator.membership.test_registry import register, to
+from tests.nightly import examples
 
 
 class Mesh:
@@ -214,7 +215,7 @@ def test_a_weight_version_never_goes_back() -> None:
     assert mesh.members[0].orders == orders
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_all_follow_in_the_end_and_done_is_true(seed: int) -> None:
     """Done holds for all that the coordinator knew then, and for later ones.
 

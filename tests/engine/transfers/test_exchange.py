@@ -19,6 +19,7 @@ from engine.transfers.lending import Key, Lookup, Return
 from engine.transfers.loans import LENT_PART
 from engine.transfers.price import FEWEST, UNKNOWN, WORTH, FetchPrice
 from engine.transfers.sources import Sources
+from tests.nightly import examples
 
 SIZE = 16
 LOAN: Key = (b"taker", 1)
@@ -276,7 +277,7 @@ def test_without_the_mover_nothing_is_held(setup: Setup) -> None:
     assert setup.exchange.is_idle
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(examples(100)))
 def test_every_reference_ends_in_any_order_of_events(seed: int) -> None:
     chance = random.Random(seed)
     setup = Setup(chance.choice([20, 60]))

@@ -30,6 +30,7 @@ from engine.transfers.messages import (
     digest_of_part,
     joined,
 )
+from tests.nightly import examples
 
 NAMES = [bytes([index]) * 16 for index in range(6)]
 BLOCKS = [11, 7, 3, 20, 21, 22]
@@ -254,7 +255,7 @@ def test_nobody_waits_any_more(fetcher: Fetcher) -> None:
     assert fetcher.received("s", piece(0, 1), 0.4) == []
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> None:
     """Any order of answers, pieces (late, doubled, torn), losses and looks."""
     chance = random.Random(seed)

@@ -20,6 +20,7 @@ from engine.transfers.lending import (
     SendToTaker,
 )
 from engine.transfers.messages import Enough, Held, Lent, LoanRefused, LoanRequest, WindowGrant, joined
+from tests.nightly import examples
 
 NAMES = [bytes([index]) * 16 for index in range(7)]
 
@@ -150,7 +151,7 @@ def test_takers_that_never_answer_are_remembered_up_to_a_bound(lender: Lender) -
     assert len(lender.farewell()) == MOST_UNREAD
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_nothing_is_read_outside_a_loan_and_all_are_returned(seed: int) -> None:
     """Each loan is read while it is held, and returned once, in any order."""
     chance = random.Random(seed)

@@ -8,9 +8,10 @@ import pytest
 
 from router.pooled import batch
 from router.pooled.batch import PooledBatch
+from tests.nightly import examples
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_each_input_is_sent_and_answered_once_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers come in any order, some twice, as after a death."""
     monkeypatch.setattr(batch, "MOST_TOKENS", 100)
