@@ -92,6 +92,8 @@ class HeldExperts:
         """Slots in tensors that stay, where experts are on a device and move; else None."""
         self.disk_rate = self.link_rate = 0.0
         """Bytes per second of the last experts read, and given by others; 0: none yet."""
+        self.weights = ""
+        """Digest of the weights that are held; empty: those that were loaded."""
         self._next: _Change | None = None
         self._version = 0
         """Rises where other weights take the place of those that are held."""
@@ -282,15 +284,19 @@ class HeldExperts:
         """Bytes of an expert of a layer, in one copy."""
         return self._bytes[layer]
 
-    def data_of(self, which: Expert) -> torch.Tensor:
-        """Bytes of a held expert, those of its parameters in a row."""
+    def data_of(self, which: Expert) -> tuple[torch.Tensor, str]:
+        """Bytes of a held expert and the digest of its weights.
+
+        The bytes are those of its parameters in a row.
+        """
         layer, expert = which
         module = list(self._layers.values())[layer]
         with self._swapping:
             held = self.experts[layer].index(expert)
             at = held if self.slots is None else self.slots.row_of(layer, expert)
             parts = [parameter.data[at] for _, parameter in expert_parameters(module)]
-        return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+            weights = self.weights
+        return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts]), weights
 
     def complete(self, given: Mapping[Expert, torch.Tensor], should_stop: Callable[[], bool]) -> None:
         """Finish a preparation: experts that were not given are read.
@@ -343,10 +349,12 @@ class HeldExperts:
         directory: Path,
         experts: Held,
         parameters: Mapping[str, Mapping[str, torch.nn.Parameter]],
+        weights: str,
     ) -> None:
         """Hold experts of another version of the weights, between two steps.
 
-        Further ones are read from its directory from now on. What was prepared of the version before is void.
+        ``weights``: its digest. Further ones are read from its directory from now on. What was prepared of
+        the version before is void.
         """
         replaced = []
         with self._swapping:
@@ -356,6 +364,7 @@ class HeldExperts:
                     setattr(module, name, parameter)
                 module.num_experts = len(of_layer)
             self.experts, self._directory, self._next = experts, directory, None
+            self.weights = weights
             self._version += 1
         let_go(replaced)
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 ROUND_BYTES = 1 << 20
 """Bytes from one member to another in a round."""
 CHECK_BYTES = 8
-"""Bytes behind each expert, its CRC."""
+"""Bytes behind each expert: a CRC of it and of the name of its weights."""
 
 
 def exchange(
@@ -41,7 +41,7 @@ def exchange(
     """
     if should_stop():
         raise ReadingStopped
-    each, layers = held.num_experts, len(held.experts)
+    each, layers, weights = held.num_experts, len(held.experts), held.weights
     row = row_of(_numbers(pairs_of(held.experts), each), _numbers(held.wanted, each), layers * each)
     mine = group.rank
     planned, began = gifts(group.all_gather_ints(row), hosts), time.monotonic()
@@ -60,9 +60,11 @@ def exchange(
         for source, part in enumerate(came.split(list(receive))):
             _fill(incoming[source], part)
     seconds, num_bytes = time.monotonic() - began, sum(len(parcel.data) for parcel in parcels.values())
-    right = {divmod(gift.expert, each): parcel.data for gift, parcel in parcels.items() if parcel.is_right}
+    checked = {gift: parcel.data for gift, parcel in parcels.items() if parcel.is_right(weights)}
+    right = {divmod(gift.expert, each): data for gift, data in checked.items()}
     if len(right) < len(parcels):
-        logger.warning("%d experts came with wrong bytes and are read instead", len(parcels) - len(right))
+        logger.warning("%d experts came with wrong bytes or of other weights: they are read instead",
+                       len(parcels) - len(right))  # fmt: skip
     if right:
         rate = num_bytes / max(seconds, 1e-6)
         if num_bytes >= ROUND_BYTES:  # fewer show the delay of a link, not its rate
@@ -94,9 +96,9 @@ def _sent(held: HeldExperts, planned: Sequence[Gift], mine: int, to: int) -> Ite
     """Bytes of the experts that go to a member, each with its check."""
     for gift in planned:
         if (gift.source, gift.to) == (mine, to):
-            data = held.data_of(divmod(gift.expert, held.num_experts))
+            data, weights = held.data_of(divmod(gift.expert, held.num_experts))
             yield data
-            yield torch.tensor([_check(data)], dtype=torch.int64).view(torch.uint8)
+            yield torch.tensor([_check(data, weights)], dtype=torch.int64).view(torch.uint8)
 
 
 class _Stream:
@@ -134,9 +136,8 @@ class _Parcel:
     def room(self) -> int:
         return len(self._bytes) - self._count
 
-    @property
-    def is_right(self) -> bool:
-        return int(self._bytes[-CHECK_BYTES:].clone().view(torch.int64)) == _check(self.data)
+    def is_right(self, weights: str) -> bool:
+        return int(self._bytes[-CHECK_BYTES:].clone().view(torch.int64)) == _check(self.data, weights)
 
     def put(self, part: torch.Tensor) -> None:
         self._bytes[self._count : self._count + len(part)] = part
@@ -153,5 +154,6 @@ def _fill(parcels: list[_Parcel], part: torch.Tensor) -> None:
         part = part[count:]
 
 
-def _check(data: torch.Tensor) -> int:
-    return zlib.crc32(data.numpy())
+def _check(data: torch.Tensor, weights: str) -> int:
+    """CRC of an expert's bytes and of its weights' digest: members may have different ones."""
+    return zlib.crc32(data.numpy(), zlib.crc32(weights.encode()))

@@ -131,7 +131,7 @@ class ShardWeights:
         self._next.switch()
         if self._spread is not None and self._held is not None:
             experts = self._held.experts
-            self._spread.switch()
+            self._spread.switch(self._next_digest)
             if self.are_given_back:  # no group is entered, which would bring its own
                 self._held.install(experts, self._free_memory)
         if self._next_drafts is not None:
@@ -152,7 +152,7 @@ class ShardWeights:
             logger.warning("weights stay in memory: %s", error)
             return False
         if self._held is not None:  # what is prepared from those in use is void
-            self._held.replace(Path(self._source), self._held.experts, {})
+            self._held.replace(Path(self._source), self._held.experts, {}, self._held.weights)
         if self._program is not None:
             self._program.laid_out.give_back()
             self._program.exchange.products.give_back()

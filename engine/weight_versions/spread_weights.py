@@ -69,9 +69,9 @@ class SpreadWeights:
                 on_built(layers[path], made, [-1] * len(made[next(iter(own))]))
         return {name: tensor for name, tensor in tensors.items() if name not in rows}
 
-    def switch(self) -> None:
-        """Hold these experts from the next step on."""
-        self._held.replace(self._directory, self._experts, self._parameters)
+    def switch(self, weights: str) -> None:
+        """Hold these experts from the next step on; ``weights``: the digest of their version."""
+        self._held.replace(self._directory, self._experts, self._parameters, weights)
 
 
 def _parameter(name: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -14,7 +14,7 @@ from engine.model import expert_exchange
 from engine.model.checkpoint import ReadingStopped, read_model_info
 from engine.model.expert_change import HeldExperts
 from engine.model.expert_exchange import exchange
-from engine.model.expert_weights import ExpertShare
+from engine.model.expert_weights import ExpertShare, expert_modules, expert_parameters
 from parallel.communicators.base import Communicator
 from parallel.placement import assign_experts
 from tests.engine.kernels.exchange.linked_group import linked_group, of_all
@@ -100,6 +100,40 @@ def test_an_expert_that_comes_with_a_flipped_bit_is_read(
         return exchange(ends[1], taker, HOSTS, lambda: False)
 
     assert of_all(2, member) == [0, len(missing) - 1]
+    taker.install([wanted], lambda: 0)
+    assert_holds(model, whole, wanted)
+
+
+def test_experts_of_other_weights_are_read(directory: Path, whole: Any) -> None:
+    """The giver goes over to a new version once all have told what they hold."""
+    (other, giver), (model, taker) = members(directory)
+    taker._directory = directory
+    ends, wanted = thread_group(2), list(range(taker.num_experts))
+    told, gone_over = giver.experts, dict[str, dict[str, torch.nn.Parameter]]()
+    for path, module in expert_modules(other).items():
+        made = {name: torch.nn.Parameter(-each.data, False) for name, each in expert_parameters(module)}
+        gone_over[path] = made
+
+    class GoesOver:
+        """A member's end of the group, which goes over behind the first call."""
+
+        rank, size = 0, 2
+
+        def all_gather_ints(self, row: list[int]) -> Any:
+            rows = ends[0].all_gather_ints(row)
+            giver.replace(directory, told, gone_over, "new")
+            return rows
+
+        def all_to_all(self, *args: Any) -> torch.Tensor:
+            return ends[0].all_to_all(*args)
+
+    def member(rank: int) -> int:
+        if rank == 0:
+            return exchange(GoesOver(), giver, HOSTS, lambda: False)  # type: ignore[arg-type]
+        taker.prepare([wanted], PLENTY, elsewhere=taker.missing([wanted]))
+        return exchange(ends[1], taker, HOSTS, lambda: False)
+
+    assert of_all(2, member) == [0, 0]
     taker.install([wanted], lambda: 0)
     assert_holds(model, whole, wanted)
 

@@ -78,7 +78,7 @@ def test_held_experts_change_with_the_version(directory: Path, newer: Path, is_b
 
     def switch_meanwhile() -> bool:
         if next(asked) == 1:  # the first question comes before anything is read
-            spread.switch()
+            spread.switch("other")
         return False
 
     held.prepare(other, PLENTY, switch_meanwhile)
