@@ -133,6 +133,8 @@ class Scheduler:
         if in_order and in_order[0].priority == BATCH_PRIORITY:
             admits += self._admit_waiting(rows, most_rows, BATCH_PRIORITY)
         holds_batches = self._holds_batches()
+        if not holds_batches and self._has_lines():
+            self.budget.limit_lines(rows)
         for request in in_order:
             is_held = holds_batches and request.priority == BATCH_PRIORITY
             if is_held or request.status is not Status.RUNNING:  # preempted for a request before it
@@ -216,7 +218,11 @@ class Scheduler:
         return self._outputs.process(oldest, result)
 
     def timed(self, step: Step, seconds: float) -> None:
-        """Take in how long a step took, for the lengths of prefill chunks."""
+        """Take in how long a step took, for the lengths of prefill chunks and of batch lines' steps."""
+        if self._holds_batches():
+            self.budget.lines.others_run()
+        elif step.slots and self._has_lines():
+            self.budget.lines.took(step.num_tokens, seconds)
         if step.slots and not _only_decodes(step):
             self.budget.took(step, seconds)
 
@@ -251,6 +257,11 @@ class Scheduler:
     def _holds_batches(self) -> bool:
         """Whether a request runs that lines of batches would slow down."""
         return bool(self._running) and self._running[0].priority < BATCH_PRIORITY
+
+    def _has_lines(self) -> bool:
+        """Whether a batch line is the first of those that run, or else of those that wait."""
+        first = self._running[0] if self._running else self._waiting[0] if self._waiting else None
+        return first is not None and first.priority == BATCH_PRIORITY
 
     def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, and how many were preempted.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from engine.config.scheduler import TAIL_DIVISOR
+from engine.messages import BATCH_PRIORITY
 from engine.pieces.pool import PiecePool
+from engine.scheduling.lines_share import LinesShare
 from engine.scheduling.lone_chunk import LoneChunk
 from engine.scheduling.prompt_share import PromptShare
 from engine.scheduling.request import Request, Status
@@ -37,6 +39,7 @@ class StepBudget:
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
             rules.prompt_seconds_beside_decodes,
         )
+        self.lines = LinesShare(rules.max_num_batched_tokens)
         self._lone_chunk = LoneChunk(
             rules.max_num_batched_tokens, rules.largest_lone_chunk, rules.lone_chunk_seconds
         )
@@ -60,6 +63,11 @@ class StepBudget:
         elif (start := self._start_of_lone_prompt()) is not None:
             prompts = budget = self._lone_chunk.tokens(start)
         return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
+
+    def limit_lines(self, rows: StepRows) -> None:
+        """Limit a step of batch lines alone, for other requests that may come meanwhile."""
+        if self._rules.enable_chunked_prefill and not self._rules.images_are_whole:
+            rows.budget = min(rows.budget, self.lines.tokens)
 
     def _start_of_lone_prompt(self) -> int | None:
         """Where the next chunk of the only request anywhere begins; None if others are there.
@@ -90,7 +98,10 @@ class StepBudget:
             return 0
         if not rules.enable_chunked_prefill:
             return count if count == uncomputed else 0
-        if uncomputed <= room + rules.max_num_batched_tokens // TAIL_DIVISOR:
+        most = rules.max_num_batched_tokens
+        if request.priority == BATCH_PRIORITY:
+            most = min(most, self.lines.tokens)
+        if uncomputed <= room + most // TAIL_DIVISOR:
             count = uncomputed
         if rules.long_prefill_token_threshold:
             count = min(count, rules.long_prefill_token_threshold)

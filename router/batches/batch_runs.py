@@ -86,6 +86,8 @@ class BatchRuns:
         self._runner = runner
         self._mesh = mesh
         self._window = LineWindow(mesh, limits.lines_per_instance)
+        self._began = asyncio.Event()
+        """Set while a new batch waits for a sweep."""
         self._running: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
         """Tasks that answer lines, by batch."""
@@ -101,12 +103,19 @@ class BatchRuns:
     async def keep(self, counts: StoreCounts) -> None:
         """Run what this router owns, and take over batches of dead routers, until cancelled."""
         while True:
+            self._began.clear()
             try:
                 await self._sweep(counts)
             except StoreUnusable as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(10 * SWEEP_SECONDS)
-            await asyncio.sleep(SWEEP_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._began.wait(), SWEEP_SECONDS)
+
+    async def begin(self, tenant: str, batch: BatchObject) -> None:
+        """Store a new batch, and run it at once; raises as :meth:`.BatchStore.begin`."""
+        await self.batches.begin(tenant, batch)
+        self._began.set()
 
     async def _sweep(self, counts: StoreCounts) -> None:
         if self._mesh.model is None or not self._mesh.healthy:

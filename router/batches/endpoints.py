@@ -139,7 +139,7 @@ class BatchEndpoints:
             metadata=asked.metadata,
         )
         try:
-            await self._batches.begin(tenant, batch)
+            await self._runs.begin(tenant, batch)
         except TooManyBatches as error:
             text = "Too many of your batches have not ended: wait for one, or cancel it."
             raise ApiError(429, text, headers={"retry-after": "60"}) from error

@@ -49,6 +49,14 @@ def some_done(url: str, id: str) -> dict[str, int] | None:
         return counts.model_dump() if counts is not None and counts.completed else None
 
 
+def num_done(url: str, id: str) -> int:
+    """Number of a batch's lines that have answers; 0 while no router says so."""
+    try:
+        return (some_done(url, id) or {"completed": 0})["completed"]
+    except (openai.APIConnectionError, openai.InternalServerError):  # it is being killed, or begins
+        return 0
+
+
 def finished(url: str, id: str) -> list[dict[str, Any]]:
     """Lines of a batch's output, once it is completed."""
     with _client(url) as client:

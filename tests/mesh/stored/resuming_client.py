@@ -44,8 +44,11 @@ class Resumed:
         )
 
 
-async def run(client: aiohttp.ClientSession, url: str, stream: Resumed) -> None:
-    """Read a stream to its end, over as many connections as it takes."""
+async def run(client: aiohttp.ClientSession, url: str, stream: Resumed, *, again_at: str = "") -> None:
+    """Read a stream to its end, over as many connections as it takes.
+
+    ``again_at``: where later ones go, unless to the same address.
+    """
     headers = {"x-lockstep-resumable": "1", "x-request-id": stream.request_id}
     posted = client.post(url + PATHS[stream.kind], json=stream.body, headers=headers)
     while not stream.has_ended:
@@ -68,7 +71,7 @@ async def run(client: aiohttp.ClientSession, url: str, stream: Resumed) -> None:
         except BROKEN:
             stream.breaks += 1
             await asyncio.sleep(0.1)
-            posted = again(client, url, stream)
+            posted = again(client, again_at or url, stream)
 
 
 def again(client: aiohttp.ClientSession, url: str, stream: Resumed) -> Any:

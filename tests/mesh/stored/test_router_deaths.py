@@ -26,7 +26,7 @@ PIECES, NUM_STREAMS = (5, 40) if IS_NIGHT else (1, 24)
 """At night 200 streams and 20 kills, in pieces."""
 NUM_KILLS = 4
 NUM_TOKENS = 500
-NUM_LINES = 2000 if IS_NIGHT else 60
+NUM_LINES = 60
 TOOLS = [
     {
         "type": "function",
