@@ -14,7 +14,7 @@ class LinesShare:
     LEAST, FIRST = 4, 16
     """Tokens at least, and at first: of a large model, fewer would hardly be faster."""
     SLOWER, FASTER = 4, 8
-    """Part of the tokens that is taken off after a long step, and added after a short one."""
+    """Parts of the tokens: taken off after a long step, added after a short one."""
 
     def __init__(self, most: int) -> None:
         """``most``: tokens of a step while no other requests come."""

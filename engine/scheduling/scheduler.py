@@ -132,9 +132,7 @@ class Scheduler:
         in_order = self.queues.decodes_then_prefills() if any(needs_more) else self._running[:]
         if in_order and in_order[0].priority == BATCH_PRIORITY:
             admits += self._admit_waiting(rows, most_rows, BATCH_PRIORITY)
-        holds_batches = self._holds_batches()
-        if not holds_batches and self._has_lines():
-            self.budget.limit_lines(rows)
+        holds_batches = self._limit_lines(rows)
         for request in in_order:
             is_held = holds_batches and request.priority == BATCH_PRIORITY
             if is_held or request.status is not Status.RUNNING:  # preempted for a request before it
@@ -218,7 +216,7 @@ class Scheduler:
         return self._outputs.process(oldest, result)
 
     def timed(self, step: Step, seconds: float) -> None:
-        """Take in how long a step took, for the lengths of prefill chunks and of batch lines' steps."""
+        """Take in how long a step took, for the lengths of later ones."""
         if self._holds_batches():
             self.budget.lines.others_run()
         elif step.slots and self._has_lines():
@@ -258,8 +256,15 @@ class Scheduler:
         """Whether a request runs that lines of batches would slow down."""
         return bool(self._running) and self._running[0].priority < BATCH_PRIORITY
 
+    def _limit_lines(self, rows: StepRows) -> bool:
+        """Limit a step of batch lines alone; returns whether other requests hold them."""
+        holds = self._holds_batches()
+        if not holds and self._has_lines():
+            self.budget.limit_lines(rows)
+        return holds
+
     def _has_lines(self) -> bool:
-        """Whether a batch line is the first of those that run, or else of those that wait."""
+        """Whether a batch line is the first running request, or else the first waiting one."""
         first = self._running[0] if self._running else self._waiting[0] if self._waiting else None
         return first is not None and first.priority == BATCH_PRIORITY
 

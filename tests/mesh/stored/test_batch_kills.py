@@ -51,7 +51,7 @@ class Mesh:
         self._command.wait_for("2 instances ready")
 
     def kill(self, what: str) -> None:
-        """SIGKILL of one process: of two, in turn. ``serve`` is started again, as a user would."""
+        """SIGKILL of one process, in turn where two are alike; ``serve`` is started again."""
         if what != SERVE:
             named = what if what == "Coordinator" else f"{what}_{self._killed[what] % 2}"
             self._killed[what] += 1

@@ -1,4 +1,4 @@
-"""Two meshes on one PostgreSQL: what a dead one leaves, the other one goes on with."""
+"""Two meshes on one PostgreSQL: one goes on with what the other leaves."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _kill(command: Command) -> None:
 
 
 async def _streamed(url: str, id: str, other: str = "", command: Command | None = None) -> Resumed:
-    """A resumable stream; its host is killed in it, and its client goes on at the other one."""
+    """A resumable stream, which goes on at the other host if its own is killed."""
     stream = Resumed("completions", STREAM, id)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(240)) as client:
         reading = asyncio.create_task(run(client, url, stream, again_at=other or url))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-r"""Benchmark of the batch API: its speed against the offline class, and what interactive requests feel of it.
+"""Benchmark of the batch API beside the offline class, and of interactive requests beside it.
 
-    python examples/benchmarks/bench_batches.py
-    python examples/benchmarks/bench_batches.py --model build/models/dense-small --lines 256 --rounds 5
+    python examples/benchmarks/prompts/bench_batches.py
+    python examples/benchmarks/prompts/bench_batches.py --model build/models/dense-small --rounds 9
 
 First the same requests run in turn as a batch of ``serve`` and through ``LLM.generate``, each mesh idle while
 the other one works; the time of a batch is from its creation to its end. Then slices of interactive load
@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
 from lockstep import LLM, SamplingParams
 from router.tools.bench.arrivals import ArrivalProcess
