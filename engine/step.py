@@ -169,6 +169,11 @@ class StepResult(msgspec.Struct, frozen=True):
 
     A row without one had numbers that are not finite. The tokens of these rows count for nothing.
     """
+    failed_images: list[int] = []
+    """Rows with an image that could not be encoded, rising.
+
+    Their tokens and what they wrote to the cache count for nothing.
+    """
 
 
 class KVSpec(msgspec.Struct, frozen=True):

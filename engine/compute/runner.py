@@ -21,6 +21,7 @@ from engine.attention.transfer import begin_fetch, upload
 from engine.compute.followed_tokens import ChosenTokens, FollowedTokens
 from engine.compute.request_slots import BlockTables, RequestSlot, WantedLogits
 from engine.compute.sampler import Sampler, VocabularyShard
+from engine.compute.step_images import agreed, rows_with_images, with_failed
 from engine.compute.step_results import result_of, result_with_logprobs, with_experts
 from engine.compute.trace import MOST_SPANS
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
@@ -118,10 +119,11 @@ class ModelRunner:
         with torch.inference_mode():
             ends = step.ends
             packed, input_ids = self._pack(step, held, ends)
-            hidden = self._receive(len(input_ids))
+            hidden = self._receive(1, len(input_ids), self._model.hidden_size)
             began = time.monotonic()
             wanted = self._wanted(step, packed, ends)
-            given = self._place_images(step, held, packed, input_ids)
+            images = rows_with_images(step, held, packed)
+            given, failed = self._place_images(images, input_ids) if images else (None, [])
             program = self._program
             is_plain = program is not None and step.masks is None and all(each.is_plain for each in held)
             draws = _draws(held, wanted) if is_plain else None
@@ -144,10 +146,12 @@ class ModelRunner:
             if not self._shard.is_last:
                 self.spans.append((began, time.monotonic()))
                 self._send(output)
+                if images:
+                    self._send(torch.tensor(failed))
                 return pending
 
         def finish() -> StepResult:
-            result = pending()
+            result = with_failed(pending(), images, failed)
             self.spans.append((began, time.monotonic()))
             return self._with_proposals(step, result)
 
@@ -257,18 +261,19 @@ class ModelRunner:
         return PackedRows(starts, counts, tables, positions, num_single, adapters, axes, sees), input_ids
 
     def _place_images(
-        self, step: Step, held: Sequence[RequestSlot], packed: PackedRows, input_ids: Int64s
-    ) -> torch.Tensor | None:
-        """What the stream begins with at the images' tokens of a step, see :class:`.EncodedImages`."""
-        if self._images is None or not any(each.admit.images for each in held):
-            return None
-        offsets = np.cumsum(packed.counts) - packed.counts
-        rows = [
-            RowImages(each.admit.images, each.token_ids, start, at, count)
-            for each, start, at, count in zip(held, step.starts, offsets.tolist(), step.counts, strict=True)
-            if each.admit.images
-        ]
-        return self._images.place(rows, input_ids)
+        self, rows: Sequence[RowImages], input_ids: Int64s
+    ) -> tuple[torch.Tensor | None, list[bool]]:
+        """What the stream begins with at the images' tokens of a step, see :class:`.EncodedImages`.
+
+        Also which rows failed; later stages learn that from the one before.
+        """
+        if not self._shard.is_first:
+            told = self._receive(len(rows))
+            assert told is not None
+            return None, [bool(each) for each in told.tolist()]
+        assert self._images is not None, "such requests are refused"
+        given, failed = self._images.place(rows, input_ids)
+        return given, agreed(failed, self._shard.ranks)
 
     def _adapters_of(self, step: Step) -> Int64s | None:
         """Number of each row's adapter; None if no row has one."""
@@ -371,14 +376,12 @@ class ModelRunner:
             return upload(packed.positions, self._model.device).unsqueeze(0)
         return upload(packed.axes, self._model.device).unsqueeze(1)
 
-    def _receive(self, num_tokens: int) -> torch.Tensor | None:
-        """Hidden states of the previous stage for this step; None on the first one."""
+    def _receive(self, *shape: int) -> torch.Tensor | None:
+        """The next tensor of the previous stage, hidden states first; None on the first one."""
         if self._shard.is_first:
             return None
         assert self._shard.stages is not None
-        like = torch.empty(
-            1, num_tokens, self._model.hidden_size, dtype=self._model.dtype, device=self._model.device
-        )
+        like = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
         like = like if carries(self._shard.stages, like) else torch.empty_like(like, device="cpu")
         return self._shard.stages.receive(like, self._shard.stage - 1).to(self._model.device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.messages import FinishReason, RoutedExperts, TokenLogprobs
+from engine.pieces.pool import BlockHash
 from engine.pooling_params import Pooled
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.prefix_cache import PrefixCache
@@ -16,6 +17,7 @@ from engine.step import ExtraTokens, StepResult
 
 NOTHING_TAKEN = ExtraTokens([])
 NOT_FINITE = "the model's result has numbers that are not finite (NaN or infinite)"
+NOT_ENCODED = "an image of this request could not be encoded; the log of the instance says why"
 
 
 class RowOutput(msgspec.Struct, frozen=True):
@@ -46,6 +48,7 @@ class OutputProcessor:
         """Take in the result of a step; returns the requests that got a token."""
         step = oldest.step
         outcomes: list[RowOutput] = []
+        ended = self._without_images(oldest, result.failed_images) if result.failed_images else ()
         if result.prompt_logprobs:
             self._note_prompt_logprobs(oldest, result.prompt_logprobs)
         if result.routed_experts:
@@ -55,7 +58,7 @@ class OutputProcessor:
             zip(step.slots, oldest.requests, result.tokens, strict=True)
         ):
             request.num_in_flight -= 1
-            if token_id is None or request.slot != slot:  # it was aborted while the step ran
+            if token_id is None or request.slot != slot or request.error:  # aborted while it ran, or wrong
                 continue
             if request.pooling is not None:
                 outcomes.append(self._end_pooled(request, result.pooled.get(index)))
@@ -69,6 +72,9 @@ class OutputProcessor:
                 self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
             if index in result.proposals and request.drafter is not None:
                 request.drafter.offer(len(request.token_ids), result.proposals[index])
+        for request in ended:
+            self._queues.finish(request, FinishReason.ERROR, is_wrong=True)
+            outcomes.append(RowOutput(request, [], []))
         return outcomes
 
     def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
@@ -82,6 +88,31 @@ class OutputProcessor:
             request = under_way.requests[index]
             if request.slot == under_way.step.slots[index] and request.routed_until is not None:
                 request.note_experts(found)
+
+    def _without_images(self, under_way: UnderWay, failed: list[int]) -> list[Request]:
+        """Requests whose rows lacked an image's, or that share a block with such a row.
+
+        Blocks are named while they are computed, so others may have found them: with the same image. Their
+        names are dropped.
+        """
+        wrong: set[tuple[int, BlockHash]] = set()
+        ended: list[Request] = []
+        for index in failed:
+            request, table = under_way.requests[index], under_way.tables[index]
+            begin = under_way.step.starts[index] // self._prefixes.block_size
+            wrong.update(zip(table[begin:], request.hashes[begin:], strict=False))
+            self._prefixes.unname(request.hashes[begin:])
+            if request.slot == under_way.step.slots[index]:
+                ended.append(request)
+        for request in self._queues.running:
+            named = list(zip(request.blocks, request.hashes, strict=False))
+            begin = next((at for at, each in enumerate(named) if each in wrong), len(named))
+            self._prefixes.unname(request.hashes[begin:])
+            if begin < len(named) and request not in ended:
+                ended.append(request)
+        for request in ended:
+            request.error = NOT_ENCODED
+        return ended
 
     def _end_pooled(self, request: Request, pooled: Pooled | None) -> RowOutput:
         """End a pooled request with its answer; None: it was not finite."""

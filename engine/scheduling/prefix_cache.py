@@ -7,6 +7,7 @@ than its tokens, and reports to routers say how much less (:class:`ExpectedPrefi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.pieces.pool import BlockHash, PiecePool
@@ -32,7 +33,7 @@ class PrefixCache:
 
     def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
-        self._block_size = block_size
+        self.block_size = block_size
         self.contents: Contents | None = None
         self.hits: Hits | None = None
 
@@ -42,12 +43,12 @@ class PrefixCache:
     def advance(self, request: Request, count: int) -> None:
         """Count tokens of a running request as computed, and name the blocks that they fill."""
         request.num_computed += count
-        if request.num_computed >= (request.num_named + 1) * self._block_size:
+        if request.num_computed >= (request.num_named + 1) * self.block_size:
             self._name_full_blocks(request)
 
     def token_known(self, request: Request) -> None:
         """Name the block that a request's newest token completes, while a step computes it."""
-        if request.num_computed >= (request.num_named + 1) * self._block_size:
+        if request.num_computed >= (request.num_named + 1) * self.block_size:
             self._name_full_blocks(request)
 
     def _name_full_blocks(self, request: Request) -> None:
@@ -58,21 +59,26 @@ class PrefixCache:
         Every layer writes all rows' keys and values before it reads any, so another row of the same step may
         already share them.
         """
-        num_full = min(request.num_computed, len(request.token_ids)) // self._block_size
-        hashes = request.hashes_up_to(num_full, self._block_size)
+        num_full = min(request.num_computed, len(request.token_ids)) // self.block_size
+        hashes = request.hashes_up_to(num_full, self.block_size)
         for index in range(request.num_named, num_full):
             self._pool.name(request.blocks[index], hashes[index])
         if self.contents is not None and request.num_named < num_full:
             self._tell_contents(request, request.num_named, num_full)
         request.num_named = num_full
 
+    def unname(self, hashes: Sequence[BlockHash]) -> None:
+        """Take blocks, and boundary pieces behind them, out of the index: their content is wrong."""
+        kinds = self._pool.kinds
+        self._pool.unname([*hashes, *(name for each in hashes for name in kinds.boundary_names(each))])
+
     def find(self, request: Request) -> tuple[list[int], int | None]:
         """Blocks that a waiting request finds, and the partly filled one behind them.
 
         Sets how many tokens of the request are computed. It holds until blocks are taken or released.
         """
-        known = self._pool.find_prefix(request.prefix_hashes(self._block_size)[: request.most_cached])
-        request.num_computed = len(known) * self._block_size
+        known = self._pool.find_prefix(request.prefix_hashes(self.block_size)[: request.most_cached])
+        request.num_computed = len(known) * self.block_size
         return known, self._part_behind(request)
 
     def _part_behind(self, request: Request) -> int | None:
@@ -80,7 +86,7 @@ class PrefixCache:
 
         It has all that the request's cached blocks lack, but its newest token.
         """
-        size, before = self._block_size, len(request.token_ids) - 1
+        size, before = self.block_size, len(request.token_ids) - 1
         if not request.copy or request.num_computed != before // size * size or self._pool.kinds.step:
             return None
         name = request.name_of_part(size)
@@ -92,7 +98,7 @@ class PrefixCache:
     def admitted(self, request: Request) -> None:
         """Note what an admitted request has found."""
         request.num_found = request.num_computed
-        request.num_named = request.num_computed // self._block_size
+        request.num_named = request.num_computed // self.block_size
         self._tell_contents(request, 0, request.num_named)
         if not request.was_admitted:
             request.was_admitted = True

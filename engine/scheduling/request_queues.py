@@ -172,10 +172,10 @@ class RequestQueues:
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, waiting or running, and forget it."""
+    def finish(self, request: Request, reason: FinishReason, *, is_wrong: bool = False) -> None:
+        """End a request, waiting or running, and forget it; ``is_wrong``: see :meth:`preempt`."""
         if request.status is Status.RUNNING:
-            self._vacate(request)
+            self._vacate(request, is_wrong=is_wrong)
         else:
             self.leave(request)
         request.status, request.finish_reason = Status.FINISHED, reason

@@ -37,8 +37,10 @@ class RowImages:
     start: int
     """Position of the row's first token."""
     at: int
-    """Its index in the step."""
+    """Index of that token in the step."""
     count: int
+    index: int
+    """Index of the row in the step."""
 
 
 class WrongRows(ValueError):
@@ -75,14 +77,16 @@ class EncodedImages:
         else:
             self._thread.submit(lambda: done(self._try(image, num_rows)))
 
-    def place(self, rows: Sequence[RowImages], input_ids: Int64s) -> torch.Tensor | None:
+    def place(self, rows: Sequence[RowImages], input_ids: Int64s) -> tuple[torch.Tensor | None, list[bool]]:
         """Rows [planes, rows, hidden] for the placeholders of a step; None if it has none.
 
-        ``input_ids``: the step's tokens; placeholders become -1 - (index of their row in the result).
+        ``input_ids``: the step's tokens; placeholders become -1 - (index of their row in the result). Also
+        returned is which of ``rows`` have an image that cannot be encoded: zeros stand for it.
         """
         parts: list[torch.Tensor] = []
+        failed = [False] * len(rows)
         placed = 0
-        for row in rows:
+        for index, row in enumerate(rows):
             for image in row.images:
                 first, end = max(image.first, row.start), min(image.end, row.start + row.count)
                 if first >= end:
@@ -91,15 +95,25 @@ class EncodedImages:
                 here = np.flatnonzero(row.token_ids[first:end] == self._placeholder)
                 if not len(here):
                     continue
-                parts.append(self._rows_of(image, row.token_ids)[:, before : before + len(here)])
+                found = self._rows_of(image, row.token_ids)
+                failed[index] |= found is None
+                parts.append(
+                    self._tower.no_rows(len(here)) if found is None else found[:, before : before + len(here)]
+                )
                 input_ids[row.at + first - row.start + here] = -1 - (placed + np.arange(len(here)))
                 placed += len(here)
-        return torch.cat(parts, dim=1) if parts else None
+        return torch.cat(parts, dim=1) if parts else None, failed
 
-    def _rows_of(self, image: PromptImage, token_ids: Int64s) -> torch.Tensor:
+    def _rows_of(self, image: PromptImage, token_ids: Int64s) -> torch.Tensor | None:
+        """Rows of an image, encoded now if they are not kept; None if that fails."""
         wanted = int((token_ids[image.first : image.end] == self._placeholder).sum())
-        found = self._find(image.digest, wanted)
-        return self._thread.submit(lambda: self._encode(image, wanted)).result() if found is None else found
+        if (found := self._find(image.digest, wanted)) is not None:
+            return found
+        try:
+            return self._thread.submit(lambda: self._encode(image, wanted)).result()
+        except Exception:  # whatever an image does to transformers' code
+            logger.warning("an image of a step cannot be encoded", exc_info=True)
+            return None
 
     def _find(self, digest: bytes, num_rows: int) -> torch.Tensor | None:
         """Rows that are kept, if they are as many."""

@@ -51,6 +51,10 @@ class ImageTower:
         planes = [rows, *(getattr(found, "deepstack_features", None) or ())]
         return torch.stack([self._rows(each) for each in planes]).to(self._dtype).contiguous()
 
+    def no_rows(self, count: int) -> torch.Tensor:
+        """Rows of zeros in place of those of an image that cannot be encoded."""
+        return torch.zeros(1 + self.num_added, count, self._hidden, dtype=self._dtype, device=self._device)
+
     def _rows(self, found: Any) -> torch.Tensor:
         if isinstance(found, list | tuple):
             return torch.cat([each.reshape(-1, self._hidden) for each in found])
