@@ -288,6 +288,12 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     """Drafts of which so many tokens, 1 and more, were those that were sampled."""
     not_finite: int = 0
     """Pooled requests whose result was no finite number, and which failed for it."""
+    pooled_requests: int = 0
+    """Pooled requests that were computed, these among them."""
+    pooled_tokens: int = 0
+    """Tokens of their inputs."""
+    pooled_steps: int = 0
+    """Steps in which they were computed, many in one."""
 
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -255,6 +255,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_logprobs: Annotated[
         int, Meta(ge=-1), flag(help="Most log-probabilities per token; -1: the whole vocabulary.")
     ] = 20
+    pooling_cache: Annotated[
+        int,
+        Meta(ge=0, extra={"size": True}),
+        flag(
+            help="Bytes of each router for answers of a pooling model, given again to the same inputs (64M "
+            "and the like work); 0: none are kept."
+        ),
+    ] = 0
     max_request_bytes: Annotated[Bytes, flag(help="Largest request body in bytes; larger ones get 413.")] = (
         8 * 1024**2
     )

@@ -49,6 +49,7 @@ class OutputProcessor:
         step = oldest.step
         outcomes: list[RowOutput] = []
         ended = self._without_images(oldest, result.failed_images) if result.failed_images else ()
+        pooled_tokens: list[int] = []
         if result.prompt_logprobs:
             self._note_prompt_logprobs(oldest, result.prompt_logprobs)
         if result.routed_experts:
@@ -62,6 +63,7 @@ class OutputProcessor:
                 continue
             if request.pooling is not None:
                 outcomes.append(self._end_pooled(request, result.pooled.get(index)))
+                pooled_tokens.append(request.num_prompt)
                 continue
             found = [logprobs[index]] if index in logprobs else []
             outcome = self._append(request, token_id, found)
@@ -75,6 +77,8 @@ class OutputProcessor:
         for request in ended:
             self._queues.finish(request, FinishReason.ERROR, is_wrong=True)
             outcomes.append(RowOutput(request, [], []))
+        if pooled_tokens:
+            self._totals.on_pooled(len(pooled_tokens), sum(pooled_tokens))
         return outcomes
 
     def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:

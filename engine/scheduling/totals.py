@@ -17,6 +17,8 @@ class SchedulerTotals:
         self.steps = 0
         self.not_finite = 0
         """Pooled requests whose result was no finite number."""
+        self._pooled = (0, 0, 0)
+        """Pooled requests, their tokens, and the steps in which they were computed."""
         self.fetched_tokens = 0
         """Tokens of prompts whose blocks were fetched; a part of the cache hits."""
         self._prompt_tokens = 0
@@ -41,6 +43,11 @@ class SchedulerTotals:
         self.steps += 1
         self._scheduled_tokens += num_tokens
         self._step_sizes[bisect_left(ITERATION_BOUNDS, num_tokens)] += 1
+
+    def on_pooled(self, num_requests: int, num_tokens: int) -> None:
+        """Count a step in which pooled requests were computed."""
+        requests, tokens, steps = self._pooled
+        self._pooled = (requests + num_requests, tokens + num_tokens, steps + 1)
 
     def on_draft(self, num_tokens: int) -> None:
         """Count tokens drafted for a request."""
@@ -68,4 +75,7 @@ class SchedulerTotals:
             drafted_tokens=self._drafted_tokens,
             taken_by_place=self._taken_by_place[:],
             not_finite=self.not_finite,
+            pooled_requests=self._pooled[0],
+            pooled_tokens=self._pooled[1],
+            pooled_steps=self._pooled[2],
         )

@@ -92,7 +92,7 @@ def make_app(
         work = StoreWork(runs, batches)
     routes = stored + _routes(generating, replaying, endpoints, server)
     routes += ollama_routes(OllamaGenerating(understanding, answering, models), config, models)
-    routes += pooled_routes(mesh, config, quotas, models)
+    routes += pooled_routes(mesh, config, quotas, models, metrics.pooling)
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(

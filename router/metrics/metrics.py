@@ -22,6 +22,7 @@ from router.mesh import MeshFacts, ShadowResult
 from router.metrics.balance_metrics import LastChange, balance_metrics
 from router.metrics.http_counts import HttpCounts
 from router.metrics.label_counts import OUTCOMES, LabelCounts
+from router.metrics.pooling_counts import CACHE_EVENTS, PoolingCounts
 from router.metrics.report_metrics import LABELS, of_reports
 from router.metrics.request_histograms import CountedRequests
 from router.metrics.shared_counts import SharedCounts, Snapshot, is_alive
@@ -61,7 +62,8 @@ class Metrics(CountedRequests):
         self._mesh = mesh
         self._shared = shared
         self.store = StoreCounts()
-        self._label_counts = _label_counts(mesh, self.store)
+        self.pooling = PoolingCounts()
+        self._label_counts = _label_counts(mesh, self.store, self.pooling)
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
         self._last_change = LastChange()
@@ -177,6 +179,9 @@ class Metrics(CountedRequests):
         if self.store.num_bytes is not None:
             help = "Bytes of stored answers, files and batches."
             yield GaugeMetricFamily("lockstep:store_bytes", help, self.store.num_bytes)
+        if self.pooling.num_bytes is not None:
+            help = "Bytes of pooled answers that are kept."
+            yield GaugeMetricFamily("lockstep:pooling_cache_bytes", help, self.pooling.num_bytes)
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))
@@ -211,7 +216,7 @@ class Metrics(CountedRequests):
             yield from balance_metrics(balance, since)
 
 
-def _label_counts(mesh: MeshFacts, store: StoreCounts) -> dict[str, LabelCounts]:
+def _label_counts(mesh: MeshFacts, store: StoreCounts, pooling: PoolingCounts) -> dict[str, LabelCounts]:
     """Counters with one label that mesh and store keep, by their field of :class:`Snapshot`."""
     return {
         "store_events": LabelCounts(
@@ -220,6 +225,13 @@ def _label_counts(mesh: MeshFacts, store: StoreCounts) -> dict[str, LabelCounts]
             "Stored answers, batches and their lines, by what became of them.",
             "event",
             STORE_EVENTS,
+        ),
+        "pooling_cache": LabelCounts(
+            lambda: pooling.events,
+            "lockstep:pooling_cache",
+            "Inputs found and not found in the cache of pooled answers, and answers that were let go.",
+            "event",
+            CACHE_EVENTS,
         ),
         "choices": LabelCounts(
             mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES

@@ -152,14 +152,24 @@ def _of_adapters(reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
 
 
 def _of_pooling(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
-    """Failed results of pooling models, once there are any."""
-    failed = CounterMetricFamily(
-        "lockstep:pooling_not_finite", "Pooled requests whose result had NaN or infinities.", labels=LABELS
-    )
+    """Counts of pooling models, once there are any."""
+    families = {
+        name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS)
+        for name, help in {
+            "pooling_requests": "Inputs of pooled requests that were computed.",
+            "pooling_tokens": "Tokens of these inputs.",
+            "pooling_steps": "Steps in which they were computed, many in one.",
+            "pooling_not_finite": "Inputs whose result had NaN or infinities: they failed.",
+        }.items()
+    }
     for rank, report in sorted(reports.items()):
-        if report.counters.not_finite:
-            failed.add_metric([model, str(rank)], report.counters.not_finite)
-    return [failed] if failed.samples else []
+        counters = report.counters
+        if not counters.pooled_requests:
+            continue
+        found = (counters.pooled_requests, counters.pooled_tokens, counters.pooled_steps, counters.not_finite)
+        for family, count in zip(families.values(), found, strict=True):
+            family.add_metric([model, str(rank)], count)
+    return [family for family in families.values() if family.samples]
 
 
 def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:

@@ -63,6 +63,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By rank."""
     store_events: dict[str, int] = {}
     """By event."""
+    pooling_cache: dict[str, int] = {}
+    """By event."""
     http: list[HttpTotals] = []
 
 

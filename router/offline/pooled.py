@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.numerics import Numerics
 from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.pooling_params import Pooled, PoolingParams
 from router.errors import ApiError
@@ -185,7 +186,7 @@ class PoolingCalls:
             raise self._mesh.dead()
         with progress_bar(len(inputs), use_tqdm) as on_output:
 
-            def on_answer(index: int) -> None:
+            def on_answer(index: int, *_: object) -> None:
                 on_output(PoolingRequestOutput(str(index), (), inputs[index].ids))
 
             found = self._mesh.call(run_pooled(self._mesh.client, inputs, params, on_answer))
@@ -193,7 +194,10 @@ class PoolingCalls:
 
 
 async def run_pooled(
-    mesh: Mesh, inputs: Sequence[PooledTokens], params: PoolingParams, on_answer: Callable[[int], None]
+    mesh: Mesh,
+    inputs: Sequence[PooledTokens],
+    params: PoolingParams,
+    on_answer: Callable[[int, Pooled, Numerics | None], None],
 ) -> list[Pooled]:
     """Answers to inputs in their order.
 

@@ -7,15 +7,20 @@ from starlette.routing import Route
 from router.config import HttpConfig
 from router.http.quotas import Quotas
 from router.mesh import Mesh
+from router.metrics.pooling_counts import PoolingCounts
+from router.pooled.cache import PoolingCache
 from router.pooled.embedding import EmbeddingEndpoints
 from router.pooled.run import PooledRunner
 from router.pooled.scoring import ScoringEndpoints
 from router.text.text_models import TextModels
 
 
-def pooled_routes(mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels) -> list[Route]:
+def pooled_routes(
+    mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels, counts: PoolingCounts
+) -> list[Route]:
     """Routes of embeddings, scores and classes, in the words of each API."""
-    runner = PooledRunner(mesh, config, quotas, models)
+    cache = PoolingCache(config.pooling_cache, counts)
+    runner = PooledRunner(mesh, config, quotas, models, cache)
     embedding = EmbeddingEndpoints(runner, models)
     scoring = ScoringEndpoints(runner, embedding)
     handlers = {

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from coordinator.numerics import Numerics
 from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
@@ -19,10 +20,12 @@ from router.api.streaming import unless_gone
 from router.config import HttpConfig
 from router.errors import ApiError, bad_request, refuse, too_late
 from router.http.body import read_body
+from router.http.large_bodies import run_sized
 from router.http.quotas import Quotas
 from router.mesh import Mesh, Prompt, ServedModel
 from router.openai_api import GenerationRequest
 from router.pooled.batch import PooledBatch
+from router.pooled.cache import AnswerNames, PoolingCache
 from router.pooled.inputs import PooledTokens
 from router.text.text_model import TextModel
 from router.text.text_models import TextModels
@@ -33,11 +36,14 @@ NO_SAMPLING = SamplingParams(max_tokens=1)
 class PooledRunner:
     """Runner of pooled requests, under the quota of the client's key."""
 
-    def __init__(self, mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels) -> None:
+    def __init__(
+        self, mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels, cache: PoolingCache
+    ) -> None:
         self._mesh = mesh
         self._config = config
         self._quotas = quotas
         self._models = models
+        self._cache = cache
 
     def __repr__(self) -> str:
         return f"<PooledRunner with {self._mesh!r}>"
@@ -99,25 +105,57 @@ class PooledRunner:
     async def _answers(
         self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
     ) -> list[Pooled]:
-        return await pooled_answers(
-            self._mesh,
-            [len(each.ids) for each in inputs],
-            lambda index: _prompt(terms, index, len(inputs), inputs[index], params),
-        )
+        """The answers: those that are kept, and those of the mesh to all other inputs."""
+        names = await self._names(terms, inputs, params)
+        found = dict[int, Pooled]()
+        for index, name in enumerate(names):
+            if (kept := self._cache.get(name)) is not None:
+                found[index] = kept
+        others = [index for index in range(len(inputs)) if index not in found]
+
+        def prompt(number: int) -> Prompt:
+            index = others[number]
+            return _prompt(terms, index, len(inputs), inputs[index], params)
+
+        def keep(number: int, answer: Pooled, computed_in: Numerics | None) -> None:
+            index = others[number]
+            found[index] = answer
+            if names:
+                self._cache.put(names[index], answer, computed_in)
+
+        await pooled_answers(self._mesh, [len(inputs[each].ids) for each in others], prompt, keep)
+        return [found[index] for index in range(len(inputs))]
+
+    async def _names(
+        self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+    ) -> list[bytes]:
+        """Names of the answers; none where they are neither kept nor looked for.
+
+        A client that names an instance wants it to compute.
+        """
+        model = self._mesh.model
+        if not self._cache.is_on or terms.rank is not None or model is None:
+            return []
+        if not self._cache.use(self._mesh.numerics().keys()):
+            return []
+        names = AnswerNames(model, params)
+        size = 8 * sum(len(each.ids) for each in inputs)
+        return await run_sized(lambda: [names.name(each.ids, each.type_ids) for each in inputs], size)
 
 
 async def pooled_answers(
     mesh: Mesh,
     sizes: Sequence[int],
     prompt_of: Callable[[int], Prompt],
-    on_answer: Callable[[int], None] = lambda _: None,
+    on_answer: Callable[[int, Pooled, Numerics | None], None],
 ) -> list[Pooled]:
     """Answers to inputs of so many tokens each; the first failure ends all.
 
-    ``prompt_of`` makes the prompt of each; ``on_answer`` is called as each is answered.
+    ``prompt_of`` makes the prompt of each; ``on_answer`` is called as each is answered, with the numerics
+    class that computed it.
     """
     batch: PooledBatch[Pooled] = PooledBatch(sizes)
-    running: dict[asyncio.Task[Pooled], int] = {}
+    running: dict[asyncio.Task[tuple[Pooled, Numerics | None]], int] = {}
     try:
         while not batch.is_complete:
             for index in batch.to_send():
@@ -125,8 +163,9 @@ async def pooled_answers(
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index = running.pop(task)
-                batch.take(index, task.result())
-                on_answer(index)
+                answer, computed_in = task.result()
+                batch.take(index, answer)
+                on_answer(index, answer, computed_in)
         return batch.answers()
     finally:
         for task in running:
@@ -134,12 +173,13 @@ async def pooled_answers(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _pooled(mesh: Mesh, prompt: Prompt) -> Pooled:
+async def _pooled(mesh: Mesh, prompt: Prompt) -> tuple[Pooled, Numerics | None]:
+    """An answer, and the numerics class that computed it."""
     generation = mesh.generate(prompt)
     with contextlib.closing(generation):
         async for delta in generation:
             if delta.pooled is not None:
-                return delta.pooled
+                return delta.pooled, generation.first_class
             if delta.finish_reason is not None:
                 raise ApiError(500, f"The input could not be computed: {delta.error or 'no result'}.")
     raise ApiError(500, "The request ended without a result.")

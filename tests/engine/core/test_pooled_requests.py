@@ -89,6 +89,9 @@ def test_each_request_is_answered_by_one_delta_over_the_wire(
     assert all(found.shape == (4,) for found in answers.values())
     assert all(sum(counts) <= 16 for counts in executor.steps)
     assert sum(map(sum, executor.steps)) == sum(map(len, prompts.values()))
+    counters = core.scheduler.counters()
+    assert (counters.pooled_requests, counters.pooled_tokens) == (4, sum(map(len, prompts.values())))
+    assert counters.pooled_steps == len(executor.steps) > 1
     assert core.is_empty
     assert core.pool.num_used == 0
 

@@ -206,15 +206,16 @@ def test_links_are_counted_by_peer_and_direction() -> None:
     }
 
 
-def test_results_that_are_not_finite_are_shown_once_there_are_any() -> None:
-    reports = {
-        rank: InstanceReport(0, 0, 0, 0, 0, 100, Counters(not_finite=count))
-        for rank, count in ((0, 0), (1, 3))
-    }
-    samples = [
-        (sample.labels["engine"], sample.value)
+def test_counts_of_pooling_are_shown_once_there_are_any() -> None:
+    counters = {0: Counters(), 1: Counters(pooled_requests=7, pooled_tokens=90, pooled_steps=2, not_finite=3)}
+    reports = {rank: InstanceReport(0, 0, 0, 0, 0, 100, each) for rank, each in counters.items()}
+    samples = {
+        sample.name.removeprefix("lockstep:pooling_"): (sample.labels["engine"], sample.value)
         for family in of_reports("tiny", reports)
         for sample in family.samples
-        if sample.name == "lockstep:pooling_not_finite_total"
-    ]
-    assert samples == [("1", 3)]
+        if sample.name.startswith("lockstep:pooling")
+    }
+    assert samples == {
+        "requests_total": ("1", 7), "tokens_total": ("1", 90), "steps_total": ("1", 2),
+        "not_finite_total": ("1", 3),
+    }  # fmt: skip
