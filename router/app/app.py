@@ -33,7 +33,7 @@ from router.app.published_keys import PublishedKeys
 from router.app.refusals import Refusals
 from router.app.server_endpoints import ServerEndpoints
 from router.app.store_work import StoreWork
-from router.batches.routes import batch_routes, batch_runs
+from router.batches.routes import batch_routes, batch_runs, line_handlers
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.http.quotas import Quotas
@@ -41,7 +41,7 @@ from router.http.request_path import prefix_of
 from router.mesh import Mesh, MeshError
 from router.metrics.http_counts import Counting, Handlers
 from router.metrics.metrics import Metrics
-from router.pooled.routes import pooled_routes
+from router.pooled.routes import pooled_handlers
 from router.signing.keys import KEYS_PATH, CapsuleKey
 from router.stored.routes import stored_routes
 from router.stored.runs import Runs
@@ -83,16 +83,18 @@ def make_app(
         "messages": generating.messages,
         "responses": generating.responses,
     }
+    pooled = pooled_handlers(mesh, config, quotas, models, metrics.pooling)
     stored: list[Route] = []
     work: StoreWork | None = None
     if store is not None:
         runs = Runs(store, mesh, handlers, metrics, window=config.resume_window, ttl=config.store_ttl)
-        batches = batch_runs(store.database, mesh, config, metrics, handlers)
+        lines = line_handlers(generating, pooled)
+        batches = batch_runs(store.database, mesh, config, metrics, lines)
         stored = stored_routes(runs, config, handlers) + batch_routes(batches, config)
         work = StoreWork(runs, batches)
     routes = stored + _routes(generating, replaying, endpoints, server)
     routes += ollama_routes(OllamaGenerating(understanding, answering, models), config, models)
-    routes += pooled_routes(mesh, config, quotas, models, metrics.pooling)
+    routes += [Route(path, handler, methods=["POST"]) for path, handler in pooled.items()]
     routes.append(Route(KEYS_PATH, PublishedKeys([key.public] if key is not None else []).get))
     routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(

@@ -13,7 +13,7 @@ from router.api.answers import encode, json_response
 from router.batches.batch_runs import BatchRuns
 from router.batches.batch_store import TooManyBatches
 from router.batches.file_store import FileInUse, FileWriter
-from router.batches.lines import KINDS
+from router.batches.lines import ENDPOINTS
 from router.batches.objects import (
     BatchObject,
     BatchRequest,
@@ -120,8 +120,8 @@ class BatchEndpoints:
         """``POST /v1/batches``."""
         asked = _read_request(await read_body(request, self._config))
         tenant, now = tenant_of(request), int(time.time())
-        if asked.endpoint not in KINDS:
-            refuse(f"endpoint must be one of {', '.join(KINDS)}.", "endpoint")
+        if asked.endpoint not in ENDPOINTS:
+            refuse(f"endpoint must be one of {', '.join(ENDPOINTS)}.", "endpoint")
         if asked.output_expires_after is not None:
             refuse("output_expires_after is not supported (--store-ttl).", "output_expires_after")
         _check_metadata(asked.metadata)

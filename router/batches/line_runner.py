@@ -11,7 +11,7 @@ import msgspec
 
 from engine.messages import BATCH_PRIORITY
 from router.api.stored_terms import StoredTerms
-from router.batches.lines import KINDS, BatchLine, LineAnswer, answered, digest_of, request_id_of
+from router.batches.lines import BatchLine, LineAnswer, answered, digest_of, request_id_of
 from router.errors import ApiError, error_body, from_mesh, unexpected
 from router.ids import repeat_ids
 from router.mesh import Generates, Generation, Mesh, MeshError, Prompt, ServedModel
@@ -46,7 +46,7 @@ class LineRunner:
     def __init__(
         self, handlers: Mapping[str, Handler], mesh: Mesh, counts: CountedRequests, events: Counter[str]
     ) -> None:
-        """``counts`` are of requests, without their times; ``events`` of lines."""
+        """``handlers``: by endpoint. ``counts`` are of requests, without their times; ``events`` of lines."""
         self._handlers = handlers
         self._mesh = mesh
         self._counts = counts
@@ -93,7 +93,7 @@ class LineRunner:
         )
         request = inner_request(bytes(line.body), request_id_of(batch, number), 0, terms)
         try:
-            response = await self._handlers[KINDS[line.url]](request)
+            response = await self._handlers[line.url](request)
         finally:
             self._counts.take(own)
         return bytes(response.body)

@@ -7,12 +7,10 @@ from typing import NoReturn
 
 import msgspec
 
-KINDS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-}
-"""Endpoints that lines may name -> the name of their handler."""
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank")
+ENDPOINTS = (*GENERATING, *POOLED)
+"""Endpoints that lines may name."""
 MOST_ID = 512
 """Most characters of a ``custom_id``."""
 
@@ -84,8 +82,8 @@ def read_line(text: bytes, endpoint: str | None = None) -> BatchLine:
         _refuse("invalid_custom_id", f"custom_id must have 1 to {MOST_ID} characters.", "custom_id")
     if line.method != "POST":
         _refuse("invalid_method", f"method must be POST, got {line.method[:20]!r}.", "method")
-    if line.url not in KINDS:
-        _refuse("invalid_url", f"url must be one of {', '.join(KINDS)}, got {line.url[:80]!r}.", "url")
+    if line.url not in ENDPOINTS:
+        _refuse("invalid_url", f"url must be one of {', '.join(ENDPOINTS)}, got {line.url[:80]!r}.", "url")
     if endpoint is not None and line.url != endpoint:
         _refuse("mismatched_url", f"url must be the batch's endpoint, {endpoint}.", "url")
     if streamed:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 from starlette.routing import Route
 
+from router.api.generating import Generating
 from router.batches.batch_runs import BatchLimits, BatchRuns
 from router.batches.batch_store import BatchStore
 from router.batches.endpoints import BatchEndpoints, FileEndpoints
 from router.batches.file_store import StoredFiles
 from router.batches.line_runner import LineRunner
+from router.batches.lines import GENERATING, POOLED
 from router.config import HttpConfig
 from router.mesh import Mesh
 from router.metrics.metrics import Metrics
@@ -19,10 +21,16 @@ from router.stored.failures import where_it_works
 from router.stored.replayed_body import Handler
 
 
+def line_handlers(generating: Generating, pooled: Mapping[str, Handler]) -> dict[str, Handler]:
+    """Handlers of batch lines by their endpoint; ``pooled`` are those of pooled requests."""
+    generates = (generating.chat, generating.completions, generating.responses)
+    return dict(zip(GENERATING, generates, strict=True)) | {path: pooled[path] for path in POOLED}
+
+
 def batch_runs(
     database: StoreDatabase, mesh: Mesh, config: HttpConfig, metrics: Metrics, handlers: Mapping[str, Handler]
 ) -> BatchRuns:
-    """Batches of a router whose handlers answer their lines."""
+    """Batches of a router whose handlers, by endpoint, answer their lines."""
     limits = BatchLimits(
         lines=config.batch_max_lines,
         line_bytes=config.max_request_bytes,

@@ -14,6 +14,7 @@ from coordinator.pooled_model import PoolingTask
 from engine.pooling_params import Pooled, PoolingParams
 from router.api.answers import encode, json_response
 from router.api.ollama.request import known_name
+from router.api.stored_terms import stored_terms
 from router.errors import refuse
 from router.http.body import decoder
 from router.http.large_bodies import run_sized
@@ -228,8 +229,11 @@ def pooled_list(
     request: Request, prefix: str, model: str, items: list[wire.PooledItem], usage: wire.PooledUsage
 ) -> wire.PooledList:
     """An answer in the words of OpenAI and vLLM; ``prefix`` begins its id."""
-    id, created = prefix + request.state.request_id, int(time.time())
-    return wire.PooledList(id=id, created=created, model=model, data=items, usage=usage)
+    stored = stored_terms(request)
+    created = int(time.time()) if stored is None else stored.created
+    return wire.PooledList(
+        id=prefix + request.state.request_id, created=created, model=model, data=items, usage=usage
+    )
 
 
 def _bytes(found: Sequence[Pooled]) -> int:

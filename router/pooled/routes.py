@@ -1,8 +1,6 @@
-"""Routes of pooled requests."""
+"""Handlers of pooled requests."""
 
 from __future__ import annotations
-
-from starlette.routing import Route
 
 from router.config import HttpConfig
 from router.http.quotas import Quotas
@@ -12,18 +10,19 @@ from router.pooled.cache import PoolingCache
 from router.pooled.embedding import EmbeddingEndpoints
 from router.pooled.run import PooledRunner
 from router.pooled.scoring import ScoringEndpoints
+from router.stored.replayed_body import Handler
 from router.text.text_models import TextModels
 
 
-def pooled_routes(
+def pooled_handlers(
     mesh: Mesh, config: HttpConfig, quotas: Quotas, models: TextModels, counts: PoolingCounts
-) -> list[Route]:
-    """Routes of embeddings, scores and classes, in the words of each API."""
+) -> dict[str, Handler]:
+    """Handlers of embeddings, scores and classes, in the words of each API, by their paths."""
     cache = PoolingCache(config.pooling_cache, counts)
     runner = PooledRunner(mesh, config, quotas, models, cache)
     embedding = EmbeddingEndpoints(runner, models)
     scoring = ScoringEndpoints(runner, embedding)
-    handlers = {
+    return {
         "/v1/embeddings": embedding.embeddings,
         "/v2/embed": embedding.cohere,
         "/embed": embedding.tei,
@@ -39,4 +38,3 @@ def pooled_routes(
         "/predict": scoring.predict,
         "/similarity": scoring.similarity,
     }
-    return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]

@@ -16,13 +16,14 @@ from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.pooling_params import Pooled, PoolingParams
 from engine.sampling import SamplingParams
 from router.api.headers import RequestTerms, client_id_of, read_terms
+from router.api.stored_terms import stored_terms
 from router.api.streaming import unless_gone
 from router.config import HttpConfig
 from router.errors import ApiError, bad_request, refuse, too_late
 from router.http.body import read_body
 from router.http.large_bodies import run_sized
 from router.http.quotas import Quotas
-from router.mesh import Mesh, Prompt, ServedModel
+from router.mesh import Generates, Mesh, Prompt, ServedModel
 from router.openai_api import GenerationRequest
 from router.pooled.batch import PooledBatch
 from router.pooled.cache import AnswerNames, PoolingCache
@@ -79,11 +80,12 @@ class PooledRunner:
         """
         id = request.state.request_id = client_id_of(request, None)
         terms = read_terms(request, id, GenerationRequest(model=name), "")
-        num_tokens = sum(len(each.ids) for each in inputs)
-        lease = self._quotas.admit(terms.key, num_tokens)
+        stored, num_tokens = stored_terms(request), sum(len(each.ids) for each in inputs)
+        is_limited, mesh = stored is None or stored.is_limited, self._mesh if stored is None else stored.mesh
+        lease = self._quotas.admit(terms.key, num_tokens) if is_limited else None
         is_refused = True
         try:
-            found = await unless_gone(request.receive, self._within(terms, inputs, params))
+            found = await unless_gone(request.receive, self._within(mesh, terms, inputs, params))
             is_refused = False
             return found
         finally:
@@ -91,19 +93,19 @@ class PooledRunner:
                 lease.end(0, refused=is_refused)
 
     async def _within(
-        self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+        self, mesh: Generates, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
     ) -> list[Pooled]:
         """The answers, within the time that the client allows."""
         try:
             async with asyncio.timeout(terms.timeout) as timeout:
-                return await self._answers(terms, inputs, params)
+                return await self._answers(mesh, terms, inputs, params)
         except TimeoutError as error:
             if terms.timeout is None or not timeout.expired():
                 raise
             raise too_late(terms.timeout) from error
 
     async def _answers(
-        self, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+        self, mesh: Generates, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
     ) -> list[Pooled]:
         """The answers: those that are kept, and those of the mesh to all other inputs."""
         names = await self._names(terms, inputs, params)
@@ -123,7 +125,7 @@ class PooledRunner:
             if names:
                 self._cache.put(names[index], answer, computed_in)
 
-        await pooled_answers(self._mesh, [len(inputs[each].ids) for each in others], prompt, keep)
+        await pooled_answers(mesh, [len(inputs[each].ids) for each in others], prompt, keep)
         return [found[index] for index in range(len(inputs))]
 
     async def _names(
@@ -144,7 +146,7 @@ class PooledRunner:
 
 
 async def pooled_answers(
-    mesh: Mesh,
+    mesh: Generates,
     sizes: Sequence[int],
     prompt_of: Callable[[int], Prompt],
     on_answer: Callable[[int, Pooled, Numerics | None], None],
@@ -173,7 +175,7 @@ async def pooled_answers(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _pooled(mesh: Mesh, prompt: Prompt) -> tuple[Pooled, Numerics | None]:
+async def _pooled(mesh: Generates, prompt: Prompt) -> tuple[Pooled, Numerics | None]:
     """An answer, and the numerics class that computed it."""
     generation = mesh.generate(prompt)
     with contextlib.closing(generation):

@@ -19,11 +19,13 @@ from router.api.answering import Answering
 from router.api.generating import Generating
 from router.api.understanding import Understanding
 from router.batches.line_runner import LineRunner
+from router.batches.routes import line_handlers
 from router.config import HttpConfig, ServeConfig
 from router.http.quotas import Quotas
 from router.offline.llm import local_model, most_samples
 from router.offline.mesh import EngineDeadError, PrivateMesh
 from router.offline.progress import rich_bar
+from router.pooled.routes import pooled_handlers
 from router.text.text_models import TextModels
 from router.tools.batch.file_run import FileRun, WrongFile
 
@@ -107,10 +109,6 @@ async def _answered(
     models = TextModels(mesh.client, http)
     answering = Answering(mesh.client, http, mesh.metrics, quotas)
     generating = Generating(http, Understanding(models, http), answering, quotas)
-    handlers = {
-        "chat": generating.chat,
-        "completions": generating.completions,
-        "responses": generating.responses,
-    }
+    handlers = line_handlers(generating, pooled_handlers(mesh.client, http, quotas, models, mesh.metrics.pooling))
     runner = LineRunner(handlers, mesh.client, mesh.metrics, Counter())
     return await run.answer(runner, most_samples(config), on_answer)

@@ -1,7 +1,8 @@
-"""The class ``LLM`` and ``lockstep embed`` with a pooling model."""
+"""``LLM``, ``lockstep embed`` and ``lockstep batch`` with a pooling model."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from lockstep import LLM, PoolingParams
 from router.tools import embed
+from router.tools.batch import command as batch
 from tests.engine.pooling.shapes import make_checkpoint
 from tests.router import tiny_tokenizer
 
@@ -35,7 +37,7 @@ def test_embeddings_scores_and_files_have_the_same_bits(tmp_path: Path) -> None:
             llm.embed(texts, pooling_params=PoolingParams(dimensions=7))
         with pytest.raises(ValueError, match="does embed"):
             llm.classify(texts)
-        with pytest.raises(ValueError, match="input"):
+        with pytest.raises(ValueError, match="context"):
             llm.embed(["x " * 2000])
         with pytest.raises(ValueError, match="no text"):
             llm.generate(texts)
@@ -43,3 +45,14 @@ def test_embeddings_scores_and_files_have_the_same_bits(tmp_path: Path) -> None:
     source.write_text("\n".join(texts))
     assert embed.main([str(source), "-o", str(out), "--model", str(directory)]) == 0
     assert np.array_equal(np.load(out), np.array(found, dtype=np.float32))
+    lines = [
+        {"custom_id": each, "url": "/v1/embeddings", "method": "POST", "body": {"input": each}}
+        for each in texts
+    ]
+    asked, answers = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text("\n".join(map(json.dumps, lines)))
+    assert batch.main([str(asked), "-o", str(answers), "--model", str(directory)]) == 0
+    bodies = [json.loads(each)["response"]["body"] for each in answers.read_text().splitlines()]
+    assert np.array_equal(
+        np.array([each["data"][0]["embedding"] for each in bodies], np.float32), np.load(out)
+    )

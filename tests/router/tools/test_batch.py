@@ -55,7 +55,9 @@ class Answers:
 
 
 def runner_of(handler: Answers, served: ServedModel) -> LineRunner:
-    return LineRunner({"completions": handler}, FakeMesh(served, saying([])), CountedRequests(), Counter())
+    return LineRunner(
+        {"/v1/completions": handler}, FakeMesh(served, saying([])), CountedRequests(), Counter()
+    )
 
 
 def test_answers_come_in_the_order_of_the_lines_and_once(tmp_path: Path, served: ServedModel) -> None:
