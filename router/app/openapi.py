@@ -22,7 +22,7 @@ from router.api.token_generation import Generated, GenerateRequest, RenderedRequ
 from router.app.fault_status import FaultStatus
 from router.app.ollama_models import OllamaModels, OllamaShown, OllamaShowRequest, OllamaVersion
 from router.app.server_info import IsScaling, ServerInfo, Sleeping
-from router.batches.objects import BatchObject, BatchRequest, DeletedObject, FileObject, ObjectPage
+from router.batches.objects import BatchObject, BatchRequest, FileObject
 from router.capsule import ReplayAnswer, ReplayRequest
 from router.errors import ErrorBody
 from router.metrics.loads import Loads, OlderLoad, ServerLoad
@@ -40,6 +40,7 @@ from router.openai_api import (
 )
 from router.pooled import wire as pooled
 from router.signing.keys import KEYS_PATH, PublicKeys
+from router.stored.listing import DeletedObject, ObjectPage
 
 NDJSON = "application/x-ndjson"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -18,20 +17,18 @@ from router.batches.objects import (
     BatchObject,
     BatchRequest,
     BatchState,
-    DeletedObject,
     FileObject,
-    ObjectPage,
     seconds_of,
 )
 from router.batches.uploads import PURPOSE, Upload, Uploads
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
+from router.stored.listing import DeletedObject, check_metadata, page_of
 from router.stored.runs import tenant_of
 
-MOST_METADATA, MOST_KEY, MOST_VALUE = 16, 64, 512
-"""Pairs of a batch's metadata, and characters of their halves."""
-MOST_SHOWN = {"files": 10_000, "batches": 100}
+MOST_FILES = 10_000
+"""Files of one page."""
 
 _read_request = decoder(BatchRequest)
 
@@ -73,9 +70,8 @@ class FileEndpoints:
     async def list(self, request: Request) -> Response:
         """``GET /v1/files``."""
         found = await self._files.all(tenant_of(request), request.query_params.get("purpose"))
-        if (order := request.query_params.get("order", "desc")) not in ("asc", "desc"):
-            refuse("order must be asc or desc.", "order")
-        return json_response(encode(_page(request, found if order == "asc" else found[::-1], "files")))
+        page = page_of(request.query_params, found, what="your files", most=MOST_FILES, shown=MOST_FILES)
+        return json_response(encode(page))
 
     async def get(self, request: Request) -> Response:
         """``GET /v1/files/{id}``."""
@@ -124,7 +120,7 @@ class BatchEndpoints:
             refuse(f"endpoint must be one of {', '.join(ENDPOINTS)}.", "endpoint")
         if asked.output_expires_after is not None:
             refuse("output_expires_after is not supported (--store-ttl).", "output_expires_after")
-        _check_metadata(asked.metadata)
+        check_metadata(asked.metadata)
         window = seconds_of(asked.completion_window)
         file = await self._runs.files.get(asked.input_file_id, tenant)
         if file is None or file.purpose != PURPOSE:
@@ -148,7 +144,7 @@ class BatchEndpoints:
     async def list(self, request: Request) -> Response:
         """``GET /v1/batches``."""
         found = await self._batches.all(tenant_of(request))
-        return json_response(encode(_page(request, found, "batches")))
+        return json_response(encode(page_of(request.query_params, found[::-1], what="your batches")))
 
     async def get(self, request: Request) -> Response:
         """``GET /v1/batches/{id}``."""
@@ -173,28 +169,3 @@ class BatchEndpoints:
         if found is None:
             raise ApiError(404, "There is no batch of this id: it has expired, or never was.")
         return found
-
-
-def _check_metadata(metadata: dict[str, str] | None) -> None:
-    given = metadata or {}
-    is_long = any(len(key) > MOST_KEY or len(value) > MOST_VALUE for key, value in given.items())
-    if is_long or len(given) > MOST_METADATA:
-        refuse(
-            f"metadata may have {MOST_METADATA} pairs, of {MOST_KEY} and {MOST_VALUE} characters.", "metadata"
-        )
-
-
-def _page(request: Request, found: Sequence[FileObject | BatchObject], kind: str) -> ObjectPage:
-    """The page of objects that a client asks for."""
-    query, most = request.query_params, MOST_SHOWN[kind]
-    limit = query.get("limit", str(min(most, 20) if kind == "batches" else most))
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= most):
-        refuse(f"limit must be a whole number from 1 to {most}.", "limit")
-    if (after := query.get("after")) is not None:
-        ids = [each.id for each in found]
-        if after not in ids:
-            refuse(f"after must be the id of one of your {kind}.", "after")
-        found = found[ids.index(after) + 1 :]
-    shown = list(found[: int(limit)])
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return ObjectPage(shown, first, last, len(found) > len(shown))

@@ -107,24 +107,6 @@ class BatchRequest(msgspec.Struct):
     output_expires_after: Any = None
 
 
-class ObjectPage(msgspec.Struct):
-    """Page of files or of batches."""
-
-    data: list[Any]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
-
-
-class DeletedObject(msgspec.Struct):
-    """Answer to a deletion."""
-
-    id: str
-    object: str
-    deleted: bool = True
-
-
 def seconds_of(window: str) -> int:
     """Seconds of a ``completion_window``, such as 24h.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from operator import itemgetter
 from typing import Any, Literal
 
 import msgspec
@@ -14,12 +15,12 @@ from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
 from router.stored.conversation_store import ConversationStore, StoredConversation, TooManyItems
-from router.stored.conversations import Item, ItemList, items_of, page_of
+from router.stored.conversations import Item, items_of
+from router.stored.listing import DeletedObject, ObjectPage, check_metadata, page_of, whole_page
 from router.stored.runs import tenant_of
 
 MOST_ADDED = 20
 """Items that one call adds, as with OpenAI."""
-MOST_PAIRS, MOST_CHARACTERS = 16, 512
 NO_SUCH_CONVERSATION = "There is no conversation of this id: it has expired, was deleted, or never was."
 
 
@@ -35,14 +36,6 @@ class ConversationObject(msgspec.Struct):
     created_at: int
     metadata: dict[str, str]
     object: Literal["conversation"] = "conversation"
-
-
-class DeletedConversation(msgspec.Struct):
-    """Answer to a deletion."""
-
-    id: str
-    deleted: bool = True
-    object: Literal["conversation.deleted"] = "conversation.deleted"
 
 
 _read = decoder(_Given)
@@ -82,13 +75,12 @@ class ConversationEndpoints:
         """``DELETE /v1/conversations/{id}``."""
         found = await self._found(request)
         await self._store.delete(found.id)
-        return json_response(encode(DeletedConversation(found.id)))
+        return json_response(encode(DeletedObject(found.id, "conversation.deleted")))
 
     async def list_items(self, request: Request) -> Response:
         """``GET /v1/conversations/{id}/items``."""
-        found, query = await self._found(request), request.query_params
-        page = page_of(found.items, query.get("limit"), query.get("order"), query.get("after"))
-        return json_response(encode(page))
+        found = await self._found(request)
+        return json_response(encode(page_of_items(request, found.items)))
 
     async def add_items(self, request: Request) -> Response:
         """``POST /v1/conversations/{id}/items``."""
@@ -97,7 +89,7 @@ class ConversationEndpoints:
             refuse("items must have at least one item.", "items")
         new = items_of(given.items, [], uuid.uuid4().hex)
         await self._changed(request, lambda found: found.items.extend(new))
-        return json_response(encode(ItemList(new, new[0]["id"], new[-1]["id"], False)))
+        return json_response(encode(whole_page(new, itemgetter("id"))))
 
     async def get_item(self, request: Request) -> Response:
         """``GET /v1/conversations/{id}/items/{item}``."""
@@ -116,9 +108,7 @@ class ConversationEndpoints:
         given = _read(await read_body(request, self._config) or b"{}")
         if len(given.items or []) > MOST_ADDED:
             refuse(f"items may have {MOST_ADDED} items at a time.", "items")
-        pairs = (given.metadata or {}).items()
-        if len(pairs) > MOST_PAIRS or any(len(key) + len(value) > MOST_CHARACTERS for key, value in pairs):
-            refuse(f"metadata may have {MOST_PAIRS} pairs of {MOST_CHARACTERS} characters.", "metadata")
+        check_metadata(given.metadata)
         return given
 
     async def _found(self, request: Request) -> StoredConversation:
@@ -135,6 +125,11 @@ class ConversationEndpoints:
         if found is None:
             raise ApiError(404, NO_SUCH_CONVERSATION)
         return found
+
+
+def page_of_items(request: Request, items: list[Item]) -> ObjectPage:
+    """The page of items that a client asks for."""
+    return page_of(request.query_params, items, what="these items", id_of=itemgetter("id"))
 
 
 def _object_of(found: StoredConversation) -> ConversationObject:

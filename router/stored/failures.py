@@ -10,11 +10,6 @@ from router.stored.database import StoreFull, StoreUnusable
 from router.stored.replayed_body import Handler
 
 
-def unusable() -> ApiError:
-    """Error response while the store does not work."""
-    return ApiError(503, "The store of answers does not work now.", headers={"retry-after": "1"})
-
-
 def where_it_works(handler: Handler) -> Handler:
     """The handler, which answers 503 where the store fails and 507 where it is full."""
 
@@ -22,7 +17,8 @@ def where_it_works(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except StoreUnusable as error:
-            raise unusable() from error
+            text = "The store of answers does not work now."
+            raise ApiError(503, text, headers={"retry-after": "1"}) from error
         except StoreFull as error:
             raise ApiError(507, "The store is full (--store-max-bytes): delete something.") from error
 

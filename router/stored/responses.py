@@ -15,11 +15,10 @@ from router.config import HttpConfig
 from router.errors import ApiError, ErrorBody, refuse
 from router.http.body import decoder, read_body
 from router.http.large_bodies import run_sized
-from router.stored.conversation_endpoints import NO_SUCH_CONVERSATION
+from router.stored.conversation_endpoints import NO_SUCH_CONVERSATION, page_of_items
 from router.stored.conversation_store import ConversationStore
-from router.stored.conversations import Item, items_of, page_of
-from router.stored.database import StoreUnusable
-from router.stored.failures import unusable
+from router.stored.conversations import Item, items_of
+from router.stored.listing import DeletedObject, number_of
 from router.stored.replayed_body import Handler, with_body
 from router.stored.runs import NewAnswer, Purpose, Run, RunRequest, Runs, tenant_of
 from router.stored.store import AnswerState, StoredAnswer, id_of, key_of
@@ -48,12 +47,6 @@ class _Fields(msgspec.Struct):
 
 class _WithOutput(msgspec.Struct):
     output: list[Item]
-
-
-class _Deleted(msgspec.Struct):
-    id: str
-    object: str = "response"
-    deleted: bool = True
 
 
 _read_fields = decoder(_Fields)
@@ -133,10 +126,7 @@ class StoredResponses:
         return given + msgspec.json.decode(row.answer, type=_WithOutput).output
 
     async def _items_of(self, conversation: str, tenant: str) -> list[Item]:
-        try:
-            found = await self._conversations.get(conversation, tenant)
-        except StoreUnusable as error:
-            raise unusable() from error
+        found = await self._conversations.get(conversation, tenant)
         if found is None:
             raise ApiError(404, NO_SUCH_CONVERSATION, param="conversation")
         return found.items
@@ -160,16 +150,15 @@ class StoredResponses:
         id, tenant, query = request.path_params["id"], tenant_of(request), request.query_params
         if query.get("stream", "false") not in ("true", "1"):
             return json_response(_answer(await self._row(id, tenant)))
-        after = query.get("starting_after", "-1")
-        if after != "-1" and not (after.isascii() and after.isdecimal() and len(after) < 10):
-            refuse(f"starting_after must be a number of an event, got {after[:20]!r}.", "starting_after")
-        return await self._streams.behind(id, tenant, int(after) + 1)
+        after = query.get("starting_after")
+        count = 0 if after is None else number_of(after, "starting_after") + 1
+        return await self._streams.behind(id, tenant, count)
 
     async def delete(self, request: Request) -> Response:
         """``DELETE /v1/responses/{id}``."""
         row = await self._row(request.path_params["id"], tenant_of(request))
         await self._runs.delete(row.id)
-        return json_response(encode(_Deleted(id_of(row.id))))
+        return json_response(encode(DeletedObject(id_of(row.id), "response")))
 
     async def cancel(self, request: Request) -> Response:
         """``POST /v1/responses/{id}/cancel``: the response as it is then, also if it had ended."""
@@ -186,9 +175,8 @@ class StoredResponses:
     async def input_items(self, request: Request) -> Response:
         """``GET /v1/responses/{id}/input_items``."""
         row = await self._row(request.path_params["id"], tenant_of(request))
-        items, query = msgspec.json.decode(row.input or b"[]", type=list[Item]), request.query_params
-        page = page_of(items, query.get("limit"), query.get("order"), query.get("after"))
-        return json_response(encode(page))
+        items = msgspec.json.decode(row.input or b"[]", type=list[Item])
+        return json_response(encode(page_of_items(request, items)))
 
     async def _row(self, id: str, tenant: str, param: str | None = None) -> StoredAnswer:
         """The row of a response.
@@ -196,10 +184,7 @@ class StoredResponses:
         Raises:
             ApiError: there is none for this tenant (404, and 400 if a field names it).
         """
-        try:
-            row = await self._runs.store.get(key_of(tenant, id))
-        except StoreUnusable as error:
-            raise unusable() from error
+        row = await self._runs.store.get(key_of(tenant, id))
         if row is None or _request_of(row).kind != "responses":
             raise ApiError(404, NO_SUCH_ANSWER, param=param)
         return row

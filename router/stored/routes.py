@@ -34,15 +34,15 @@ def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler
             Route(path, streams.resumable(kind, handlers[kind]), methods=["POST"])
             for kind, path in PATHS.items()
         ),
-        Route("/v1/streams/{id:path}", streams.resume, methods=["GET"]),
-        Route("/v1/responses", responses.create, methods=["POST"]),
-        Route("/v1/responses/{id:path}/cancel", responses.cancel, methods=["POST"]),
-        Route("/v1/responses/{id:path}/input_items", responses.input_items, methods=["GET"]),
-        Route("/v1/responses/{id:path}", responses.get, methods=["GET"]),
-        Route("/v1/responses/{id:path}", responses.delete, methods=["DELETE"]),
         *(
             Route(path, where_it_works(handler), methods=[method])
             for method, path, handler in (
+                ("GET", "/v1/streams/{id:path}", streams.resume),
+                ("POST", "/v1/responses", responses.create),
+                ("POST", "/v1/responses/{id:path}/cancel", responses.cancel),
+                ("GET", "/v1/responses/{id:path}/input_items", responses.input_items),
+                ("GET", "/v1/responses/{id:path}", responses.get),
+                ("DELETE", "/v1/responses/{id:path}", responses.delete),
                 ("POST", "/v1/conversations", endpoints.create),
                 ("GET", "/v1/conversations/{id}", endpoints.get),
                 ("POST", "/v1/conversations/{id}", endpoints.update),

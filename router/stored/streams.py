@@ -11,7 +11,7 @@ from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
 from router.stored.database import StoreFull, StoreUnusable
-from router.stored.failures import unusable
+from router.stored.listing import number_of
 from router.stored.log_response import LogResponse
 from router.stored.replayed_body import Handler, with_body
 from router.stored.runs import NewAnswer, Purpose, Run, Runs, tenant_of
@@ -86,11 +86,8 @@ class Streams:
         Raises:
             ApiError: there is no such answer (404), or it has fewer events (400).
         """
-        try:
-            run = await self._runs.find(id, tenant)
-            row = None if run is not None else await self._runs.store.get(key_of(tenant, id))
-        except StoreUnusable as error:
-            raise unusable() from error
+        run = await self._runs.find(id, tenant)
+        row = None if run is not None else await self._runs.store.get(key_of(tenant, id))
         if run is not None:
             if run.log.has_ended and count > len(run.log.events):
                 beyond(count, len(run.log.events))
@@ -129,11 +126,10 @@ async def begun(runs: Runs, request: Request, new: NewAnswer) -> Run | None:
 
 def _behind(request: Request, id: str) -> int:
     """Number of events that the client has."""
-    given = request.query_params.get("after")
-    name = "after"
+    given, name = request.query_params.get("after"), "after"
     if given is None:
         name, last = "Last-Event-ID", request.headers.get("last-event-id", "")
-        given = last.removeprefix(f"{id}-") if last else "-1"
-    if given != "-1" and not (given.isascii() and given.isdecimal() and len(given) < 10):
-        refuse(f"{name} must be the id of an event, {id}-NUMBER, or its number, got {given[:80]!r}.", name)
-    return int(given) + 1
+        if not last:
+            return 0
+        given = last.removeprefix(f"{id}-")
+    return number_of(given, name, f"the id of an event, {id}-NUMBER, or its number") + 1

@@ -217,7 +217,7 @@ def test_bad_uploads_and_batches_are_refused(
         "completion_window": "24h",
     }
     for change in (
-        {"endpoint": "/v1/embeddings"},
+        {"endpoint": "/v1/moderations"},
         {"completion_window": "soon"},
         {"input_file_id": "file-nobody"},
         {"metadata": {"k" * 65: "v"}},

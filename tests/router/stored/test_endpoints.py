@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,4 +320,31 @@ def test_a_full_store_costs_background_responses_only(
         assert (made.output_text, made.model_extra["store"]) == (SAID, False)
         with pytest.raises(openai.InternalServerError, match="full or does not work"):
             client.responses.create(model="tiny", input="Hello", background=True)
+    store.database.close()
+
+
+def test_a_store_that_fails_is_named_by_each_endpoint(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    place = tmp_path / "store"
+    store = AnswerStore(StoreDatabase(place, most_bytes=1 << 20, lasts=False))
+    mesh = FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP))
+    with serving(mesh, HttpConfig(), store) as server:
+        made = client_of(server).responses.create(model="tiny", input="Hello", background=True)
+        until(lambda: get(server, f"/v1/responses/{made.id}").json()["status"] == "completed")
+        with sqlite3.connect(place) as connection:
+            connection.execute("ALTER TABLE answers RENAME TO lost")
+        connection.close()
+        for method, path in (
+            ("GET", f"/v1/responses/{made.id}"),
+            ("GET", f"/v1/responses/{made.id}?stream=true"),
+            ("DELETE", f"/v1/responses/{made.id}"),
+            ("POST", f"/v1/responses/{made.id}/cancel"),
+            ("GET", f"/v1/responses/{made.id}/input_items"),
+            ("GET", f"/v1/streams/{made.id}"),
+        ):
+            answer = server.client.request(method, path)
+            assert (answer.status_code, "does not work" in answer.text) == (503, True), (method, path)
+        again = {"model": "tiny", "input": "Hello", "previous_response_id": made.id}
+        assert server.post("/v1/responses", again).status_code == 503
     store.database.close()
