@@ -109,6 +109,8 @@ async def _answered(
     models = TextModels(mesh.client, http)
     answering = Answering(mesh.client, http, mesh.metrics, quotas)
     generating = Generating(http, Understanding(models, http), answering, quotas)
-    handlers = line_handlers(generating, pooled_handlers(mesh.client, http, quotas, models, mesh.metrics.pooling))
+    handlers = line_handlers(
+        generating, pooled_handlers(mesh.client, http, quotas, models, mesh.metrics.pooling)
+    )
     runner = LineRunner(handlers, mesh.client, mesh.metrics, Counter())
     return await run.answer(runner, most_samples(config), on_answer)
