@@ -43,6 +43,7 @@ from router.metrics.http_counts import Counting, Handlers
 from router.metrics.metrics import Metrics
 from router.pooled.routes import pooled_handlers
 from router.signing.keys import KEYS_PATH, CapsuleKey
+from router.stored.replayed_body import Handler
 from router.stored.routes import stored_routes
 from router.stored.runs import Runs
 from router.stored.store import AnswerStore
@@ -77,12 +78,7 @@ def make_app(
     refusals = Refusals()
     prefix = prefix_of(config.root_path)
     server = ServerEndpoints(mesh, config, metrics, view, prefix)
-    handlers = {
-        "chat": generating.chat,
-        "completions": generating.completions,
-        "messages": generating.messages,
-        "responses": generating.responses,
-    }
+    handlers = _stored_handlers(generating)
     pooled = pooled_handlers(mesh, config, quotas, models, metrics.pooling)
     stored: list[Route] = []
     work: StoreWork | None = None
@@ -111,6 +107,16 @@ def make_app(
     app.state.models = models
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
+
+
+def _stored_handlers(generating: Generating) -> dict[str, Handler]:
+    """Handlers whose answers may be stored, by the name of their API."""
+    return {
+        "chat": generating.chat,
+        "completions": generating.completions,
+        "messages": generating.messages,
+        "responses": generating.responses,
+    }
 
 
 def _routes(

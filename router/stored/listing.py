@@ -45,7 +45,9 @@ def page_of(
     shown: int = SHOWN,
     id_of: Callable[[Listed], str] = attrgetter("id"),
 ) -> ObjectPage:
-    """The page that a client asks for of objects in ascending order; newest first unless it says so.
+    """The page that a client asks for, newest first by default.
+
+    ``found`` is in ascending order.
 
     Raises:
         ApiError: a parameter is wrong (400).
