@@ -101,13 +101,17 @@ CLIENTS = {
         alone=["skyrl==0.3.0"],
         trains=True,
     ),
-    "openai-embeddings": Client("pooled/use_openai_embeddings.py", ["openai"], pools=True),
-    "cohere": Client("pooled/use_cohere.py", ["cohere"], pools=True),
+    "openai-embeddings": Client("pooled/use_openai_embeddings.py", ["openai==3.57.0"], pools=True),
+    "cohere": Client("pooled/use_cohere.py", ["cohere==7.3.1"], pools=True),
     "langchain-embeddings": Client(
-        "pooled/use_langchain_embeddings.py", ["langchain-openai", "langchain-cohere"], pools=True
+        "pooled/use_langchain_embeddings.py",
+        ["langchain-openai==1.7.4", "langchain-cohere==0.6.0"],
+        pools=True,
     ),
-    "llama-index": Client("pooled/use_llama_index.py", ["llama-index-embeddings-openai-like"], pools=True),
-    "haystack": Client("pooled/use_haystack.py", ["haystack-ai"], pools=True),
+    "llama-index": Client(
+        "pooled/use_llama_index.py", ["llama-index-embeddings-openai-like==0.4.0"], pools=True
+    ),
+    "haystack": Client("pooled/use_haystack.py", ["haystack-ai==3.4.1"], pools=True),
     "openai-images": Client("seeing/use_openai_images.py", ["openai"], sees=True),
     "anthropic-images": Client("seeing/use_anthropic_images.py", ["anthropic"], sees=True),
     "langchain-images": Client("seeing/use_langchain_images.py", ["langchain-openai"], sees=True),

@@ -27,6 +27,7 @@ from router.app.refusals import Refusals
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.http.request_path import without_prefix, without_slash
+from router.pooled import tei_errors
 from router.signing.keys import KEYS_PATH
 
 PROBES = frozenset({"/health", "/health_generate", "/ping", "/livez"})
@@ -258,4 +259,6 @@ def error_response(error: ApiError, scope: Scope, refusals: Refusals) -> Respons
         return anthropic_errors.error_response(error)
     if path.startswith(ollama_errors.PREFIX):
         return ollama_errors.error_response(error)
+    if tei_errors.has_shape(scope):
+        return tei_errors.error_response(error)
     return errors.error_response(error)

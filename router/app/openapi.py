@@ -39,6 +39,7 @@ from router.openai_api import (
     TokenizeRequest,
 )
 from router.pooled import wire as pooled
+from router.pooled.tei_errors import PATHS as TEI_PATHS
 from router.signing.keys import KEYS_PATH, PublicKeys
 from router.stored.listing import DeletedObject, ObjectPage
 
@@ -230,5 +231,7 @@ def _responses(operation: Operation, reference: dict[Struct, Any]) -> dict[str, 
         error = {"description": "Error, in Anthropic's shape"}
     if operation.path.startswith(OLLAMA_PATHS):
         error = {"description": "Error, in Ollama's shape"}
+    if operation.path in TEI_PATHS:
+        error = {"description": "Error, in the shape of text-embeddings-inference"}
     good = {"description": "OK"} | ({"content": content} if content else {})
     return {"200": good, "default": error}

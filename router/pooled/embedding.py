@@ -219,8 +219,8 @@ def cutting_of(asked: wire.PooledRequest) -> Cutting:
     return Cutting(asked.truncate_prompt_tokens, asked.truncation_side == "left")
 
 
-def tei_cutting(asked: wire.TeiRequest) -> Cutting:
-    """``truncate`` of TEI cuts at the end, unless it names the left side."""
+def tei_cutting(asked: wire.TeiRequest | wire.RerankRequest | wire.SimilarityParameters) -> Cutting:
+    """``truncate`` of TEI cuts at the end, unless ``truncation_direction`` names the left side."""
     is_left = (asked.truncation_direction or "").lower() == "left"
     return Cutting(TO_FIT if asked.truncate else None, is_left)
 

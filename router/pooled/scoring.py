@@ -18,8 +18,9 @@ from router.http.body import decoder
 from router.http.large_bodies import run_sized
 from router.pooled import wire
 from router.pooled.embedding import EmbeddingEndpoints, cutting_of, pooled_list, tei_cutting, tokenised
-from router.pooled.inputs import MOST_INPUTS, TO_FIT, Cutting, pairs_of, prompt_named, texts_of
+from router.pooled.inputs import MOST_INPUTS, Cutting, pairs_of, prompt_named, texts_of
 from router.pooled.run import PooledRunner, floats
+from router.pooled.tei_errors import expect_shape
 from router.text.text_model import TextModel
 
 _read_score = decoder(wire.ScoreRequest)
@@ -64,13 +65,15 @@ class ScoringEndpoints:
         if (asked.documents is None) == (asked.texts is None):
             refuse("give either documents or texts.", "documents")
         is_tei = asked.documents is None
+        if is_tei:
+            expect_shape(request)
         param = "texts" if is_tei else "documents"
         given = asked.documents or asked.texts or []
         documents = _texts([each if isinstance(each, str) else each.text for each in given], param)
         if not asked.query:
             refuse("query is empty.", "query")
         model = await self._runner.model(asked.model, PoolingTask.SCORE, PoolingTask.EMBED)
-        cutting = Cutting(TO_FIT) if asked.truncate else cutting_of(asked)
+        cutting = tei_cutting(asked) if asked.truncate else cutting_of(asked)
         if (most := asked.max_tokens_per_doc) is not None:
             documents = await run_sized(lambda: _cut(documents, most, model), len(body))
         scores, usage = await self._scores(
@@ -104,10 +107,10 @@ class ScoringEndpoints:
         model = await self._runner.model(None, PoolingTask.EMBED)
         parameters = asked.parameters or wire.SimilarityParameters()
         sentences = _texts(asked.inputs.sentences, "inputs.sentences")
-        cutting = Cutting(TO_FIT if parameters.truncate else None)
         cosines, _ = await self._cosines(
-            [(asked.inputs.source_sentence, each) for each in sentences], request, model, cutting,
-            "inputs.sentences", prompt=prompt_named(parameters.prompt_name, model, "parameters.prompt_name"),
+            [(asked.inputs.source_sentence, each) for each in sentences],
+            request, model, tei_cutting(parameters), "inputs.sentences",
+            prompt=prompt_named(parameters.prompt_name, model, "parameters.prompt_name"),
         )  # fmt: skip
         return json_response(encode(cosines))
 

@@ -13,6 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 from router.openai_api import MOST, Int
 
 Dimensions = Annotated[int, Meta(ge=1, le=MOST)]
+TeiSide = Literal["Left", "Right", "left", "right"]
+"""Side that ``truncate`` of TEI cuts."""
 
 
 class PooledRequest(msgspec.Struct, kw_only=True):
@@ -76,6 +78,7 @@ class RerankRequest(PooledRequest, kw_only=True):
     raw_scores: bool | None = None
     return_text: bool | None = None
     truncate: bool | None = None
+    truncation_direction: TeiSide | None = None
 
 
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
@@ -97,7 +100,7 @@ class TeiRequest(msgspec.Struct, kw_only=True):
 
     inputs: Any
     truncate: bool | None = None
-    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+    truncation_direction: TeiSide | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
     dimensions: Dimensions | None = None
@@ -111,6 +114,7 @@ class SentencePairs(msgspec.Struct):
 
 class SimilarityParameters(msgspec.Struct):
     truncate: bool | None = None
+    truncation_direction: TeiSide | None = None
     prompt_name: str | None = None
 
 

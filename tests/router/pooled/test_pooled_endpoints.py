@@ -19,7 +19,7 @@ from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.messages import Delta, FinishReason
 from engine.pooling_params import Pooled
 from router.config import HttpConfig
-from router.mesh import Prompt, ServedModel
+from router.mesh import MeshError, Prompt, ServedModel
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
@@ -307,6 +307,59 @@ def test_bad_input(embedder: Server, path: str, body: Any, words: str) -> None:
     answer = embedder.post(path, body)
     assert answer.status_code == 400, answer.text
     assert words in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": []}),
+        ("/embed", {"inputs": "a b c d" * 200}),
+        ("/predict", {"inputs": "a"}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}),
+        ("/similarity", {"inputs": "a"}),
+        ("/rerank", {"query": "a", "texts": ["a", ""]}),
+    ],
+)
+def test_errors_have_the_shape_of_text_embeddings_inference(embedder: Server, path: str, body: Any) -> None:
+    answer = embedder.post(path, body)
+    assert answer.status_code == 400
+    found = answer.json()
+    assert found.keys() == {"error", "error_type"}
+    assert found["error_type"] == "Validation"
+    assert isinstance(found["error"], str)
+
+
+def test_failures_have_the_shape_of_text_embeddings_inference(embedder: Server) -> None:
+    embedder.mesh.reset(failing("the result has NaN"))
+    answer = embedder.post("/embed", {"inputs": "a"})
+    assert (answer.status_code, answer.json()["error_type"]) == (500, "Backend")
+    assert "NaN" in answer.json()["error"]
+    for status, kind in ((429, "Overloaded"), (503, "Unhealthy")):
+        embedder.mesh.refusal = MeshError(status, "x", "no room")
+        answer = embedder.post("/embed", {"inputs": "a"})
+        assert (answer.status_code, answer.json()) == (status, {"error": "no room", "error_type": kind})
+    cohere = embedder.post("/rerank", {"query": "a", "documents": ["a"]}).json()
+    assert cohere["error"]["message"] == "no room"
+
+
+@pytest.mark.parametrize("side", ["Left", "Right"])
+def test_text_embeddings_inference_cuts_at_either_side(
+    embedder: Server, tokenizer: Tokenizer, side: str
+) -> None:
+    long = " a b c d" * 100
+    whole = tokenizer.encode(long, add_special_tokens=False)
+    fields = {"truncate": True, "truncation_direction": side}
+    similar = {"inputs": {"source_sentence": long, "sentences": ["a"]}, "parameters": fields}
+    for path, body in {
+        "/embed": {"inputs": long, **fields},
+        "/similarity": similar,
+        "/rerank": {"query": "a", "texts": [long], **fields},
+    }.items():
+        embedder.mesh.reset(script)
+        good(embedder.post(path, body))
+        first, *ids = max((each.prompt_ids for each in embedder.mesh.prompts), key=len)
+        assert tokenizer.decode([first]) == "<bos>"
+        assert ids == (whole[-255:] if side == "Left" else whole[:255])
 
 
 def test_pairs_beyond_the_length(reranker: Server) -> None:

@@ -1,0 +1,39 @@
+"""Errors in the shape of text-embeddings-inference: ``{"error": message, "error_type": kind}``."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from router.errors import ApiError
+
+PATHS = frozenset({"/embed", "/predict", "/similarity"})
+"""Paths whose clients expect this shape; at ``/rerank`` those that send ``texts``."""
+KINDS = {429: "Overloaded", 503: "Unhealthy"}
+"""``error_type`` by status; below 500 else Validation, and Backend from there."""
+
+
+class TeiError(msgspec.Struct):
+    """Body of an error."""
+
+    error: str
+    error_type: str
+
+
+def expect_shape(request: Request) -> None:
+    """Answer errors of this request in this shape, whatever its path."""
+    request.state.has_tei_errors = True
+
+
+def has_shape(scope: Scope) -> bool:
+    """Whether errors of a request are answered in this shape."""
+    return scope["path"] in PATHS or bool(scope.get("state", {}).get("has_tei_errors"))
+
+
+def error_response(error: ApiError) -> Response:
+    """The response, with the status that the other APIs have, too."""
+    kind = KINDS.get(error.status, "Validation" if error.status < 500 else "Backend")
+    body = msgspec.json.encode(TeiError(str(error), kind))
+    return Response(body, error.status, error.headers, media_type="application/json")
