@@ -146,6 +146,10 @@ class System:
         """CPU seconds of the front end's processes."""
         return sum(cpu_seconds(process) for process in self._front_ends)
 
+    def written(self) -> int:
+        """Bytes that the front end's processes have written: to connections, and into a store."""
+        return sum(process.io_counters().write_chars for process in self._front_ends)
+
     def measure(self, streams: int, output_len: int, times: int) -> dict[str, Any]:
         """Measure in a separate process, so that its events are not delayed by ours."""
         code = (
@@ -153,10 +157,10 @@ class System:
             "from examples.benchmarks.bench_router import load;"
             f"print(json.dumps(load({self.port}, {self.model!r}, {streams}, {output_len}, {times})))"
         )
-        before = self.cpu()
+        before, written = self.cpu(), self.written()
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
-        found["cpu_seconds"] = self.cpu() - before
+        found |= {"cpu_seconds": self.cpu() - before, "bytes_written": self.written() - written}
         return found
 
 
@@ -294,6 +298,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         runs = [system.measure(args.streams, args.output_len, 2) for _ in range(args.repeats)]
         tokens = [1e6 * run["cpu_seconds"] / run["events"] for run in runs]
         rates = [run["events"] / run["seconds"] for run in runs]
+        written = [run["bytes_written"] / run["events"] for run in runs]
         few = {
             count: 1e6 * run["cpu_seconds"] / run["events"]
             for count in args.few_streams
@@ -307,6 +312,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_us_per_token": statistics.median(tokens),
         "cpu_us_per_token_all": tokens,
         "cpu_us_per_token_of_few": few,
+        "bytes_written_per_token": statistics.median(written),
         "requests_per_second": statistics.median(run["requests"] / run["seconds"] for run in short),
         "cpu_us_per_request": statistics.median(1e6 * run["cpu_seconds"] / run["requests"] for run in short),
         "ttft_p50_ms": alone["ttft_p50_ms"],
@@ -319,15 +325,15 @@ def table(results: list[dict[str, Any]]) -> str:
     beside = "".join(f" of {count} |" for count in few)
     lines = [
         f"| front end | tokens/s | CPU us per token |{beside} requests/s | CPU us per request "
-        "| TTFT p50 ms | p99 |",
-        "|---|" + "--:|" * (6 + len(few)),
+        "| TTFT p50 ms | p99 | bytes written per token |",
+        "|---|" + "--:|" * (7 + len(few)),
     ]
     for one in results:
         beside = "".join(f" {one['cpu_us_per_token_of_few'][count]:.0f} |" for count in few)
         lines.append(
             f"| {one['system']} | {one['tokens_per_second']:.0f} | {one['cpu_us_per_token']:.1f} |{beside} "
             f"{one['requests_per_second']:.0f} | {one['cpu_us_per_request']:.0f} "
-            f"| {one['ttft_p50_ms']:.2f} | {one['ttft_p99_ms']:.2f} |"
+            f"| {one['ttft_p50_ms']:.2f} | {one['ttft_p99_ms']:.2f} | {one['bytes_written_per_token']:.0f} |"
         )
     return "\n".join(lines)
 
