@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+r"""Benchmark of requests with images: decodes beside them, and images a second against vLLM.
+
+    PEERS=build/peers python examples/benchmarks/images/bench_images.py --systems lockstep-dp1 vllm-cores
+
+The model has the shape of SmolVLM-256M with random weights (``seeing_model.py``); each image has a megapixel
+and is new. All systems are started first, and loaded in turn. ``decodes`` measures the gaps between tokens of
+running answers, alone and while 20 images are served beside them. ``images`` measures images a second and the
+time to the first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
+from examples.benchmarks.images.seeing_model import make_seeing_model, question
+from examples.benchmarks.machine_limits import calibrate
+from examples.benchmarks.peer_systems import ROOT, SYSTEMS, started, until_ready
+from router.tools.bench.client import BenchTarget, send, session
+from router.tools.bench.datasets import BenchRequest
+from router.tools.bench.report import RequestResult, machine
+
+NUM_IMAGES = 20
+NUM_DECODES = 4
+PROMPT = [*range(300, 428)]
+ANSWER = 8
+"""Tokens of an answer about an image."""
+MOST_TOKENS = 1500
+"""Tokens of a running answer: more than the images take."""
+SETTLE_SECONDS = 3.0
+"""Seconds that the gaps of the running answers are taken alone, before any image."""
+
+Rates = dict[str, dict[str, list[float]]]
+"""By system and measure, one of each repeat."""
+
+_numbers = itertools.count(1)
+"""Pictures: none is sent twice."""
+
+
+def target_of(url: str, *, images: int = 0) -> BenchTarget:
+    """A completion, or a chat with so many new images."""
+    body = {} if not images else {"messages": question([next(_numbers) for _ in range(images)])}
+    return BenchTarget(
+        base_url=url,
+        endpoint="/v1/chat/completions" if images else "/v1/completions",
+        model="bench",
+        is_chat=bool(images),
+        ignore_eos=True,
+        extra_body=body,
+    )
+
+
+def checked(results: Sequence[RequestResult]) -> Sequence[RequestResult]:
+    if bad := next((each.error for each in results if each.error), ""):
+        raise SystemExit(f"a request failed: {bad}")
+    return results
+
+
+async def images_of(url: str, count: int, concurrency: int) -> tuple[float, float]:
+    """Images a second, and median seconds to the first token."""
+    targets = [target_of(url, images=1) for _ in range(count)]
+    room = asyncio.Semaphore(concurrency)
+    async with session() as http:
+
+        async def one(target: BenchTarget) -> RequestResult:
+            async with room:
+                return await send(http, target, BenchRequest("", ANSWER))
+
+        began = time.perf_counter()
+        results = checked(await asyncio.gather(*map(one, targets)))
+        seconds = time.perf_counter() - began
+    return count / seconds, statistics.median(each.ttft for each in results)
+
+
+async def decodes_beside(url: str) -> tuple[float, float, float]:
+    """99th percentile of gaps between tokens in ms, alone and beside images, and images a second.
+
+    The running answers are ended with the last image.
+    """
+    targets = [target_of(url, images=1) for _ in range(NUM_IMAGES)]
+    gaps: list[tuple[float, float]] = []
+    """When each ended, and its seconds."""
+    async with session() as http:
+
+        async def decode(number: int) -> None:
+            latest: float | None = None
+
+            def on_token(now: float) -> None:
+                nonlocal latest
+                if latest is not None:
+                    gaps.append((now, now - latest))
+                latest = now
+
+            prompt = BenchRequest([number, *PROMPT], MOST_TOKENS)
+            await send(http, target_of(url), prompt, on_token=on_token)
+
+        running = [asyncio.create_task(decode(300 + number)) for number in range(NUM_DECODES)]
+        await asyncio.sleep(1.0)  # all of them decode
+        first = time.perf_counter()
+        await asyncio.sleep(SETTLE_SECONDS)
+        began = time.perf_counter()
+        checked(await asyncio.gather(*(send(http, each, BenchRequest("", ANSWER)) for each in targets)))
+        ended = time.perf_counter()
+        if any(task.done() for task in running):
+            raise SystemExit("a running answer ended before the images: raise MOST_TOKENS")
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    alone = [gap for at, gap in gaps if first <= at < began]
+    beside = [gap for at, gap in gaps if began <= at < ended]
+    return p99_ms(alone), p99_ms(beside), NUM_IMAGES / (ended - began)
+
+
+def p99_ms(seconds: Sequence[float]) -> float:
+    return 1000 * statistics.quantiles(seconds, n=100)[98]
+
+
+async def measure(url: str, parts: Sequence[str]) -> dict[str, float]:
+    """All measures of one repeat."""
+    found: dict[str, float] = {}
+    if "images" in parts:
+        for concurrency in (1, 4):
+            rate, first = await images_of(url, 4 * concurrency, concurrency)
+            found[f"images/s, {concurrency} at once"] = rate
+            found[f"ms to the first token, {concurrency} at once"] = 1000 * first
+    if "decodes" in parts:
+        alone, beside, rate = await decodes_beside(url)
+        found |= {"p99 gap alone, ms": alone, "p99 gap beside images, ms": beside}
+        found |= {"times as long": beside / alone, "images/s beside decodes": rate}
+    return found
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", type=Path, default=ROOT / "build" / "models" / "seeing-256m")
+    add("--systems", nargs="+", choices=[*SYSTEMS], default=["lockstep-dp1", "vllm-cores"])
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add("--parts", nargs="+", choices=["images", "decodes"], default=["images", "decodes"])
+    add("--repeats", type=int, default=3, help="(default: %(default)s)")
+    add("--output-json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    model = make_seeing_model(args.model.absolute())
+    before = calibrate()
+    rates: Rates = {}
+    with ExitStack() as stack:
+        urls = {}
+        for name in args.systems:
+            if reason := SYSTEMS[name].lacks(model):
+                raise SystemExit(f"{name} {reason}")
+            child, urls[name], log = stack.enter_context(started(name, model, args.dtype))
+            until_ready(child, urls[name], log)
+            asyncio.run(images_of(urls[name], 2, 1))  # warm
+        for _ in range(args.repeats):
+            for name, url in urls.items():
+                for measured, value in asyncio.run(measure(url, args.parts)).items():
+                    rates.setdefault(name, {}).setdefault(measured, []).append(value)
+                    print(f"{name}: {measured}: {value:.2f}", file=sys.stderr, flush=True)
+    print(f"{args.model.name}, {args.dtype}, on {machine()['cpu']}")
+    print(f"machine before and after: {before}, {calibrate()}")
+    for name, cells in rates.items():
+        for measured, values in cells.items():
+            middle = statistics.median(values)
+            print(f"{name:14} {measured:36} {middle:9.2f}  ({min(values):.2f}-{max(values):.2f})")
+    if args.output_json is not None:
+        page = {"cpu": machine()["cpu"], "dtype": args.dtype, "machine": before, "rates": rates}
+        args.output_json.write_text(json.dumps(page, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
