@@ -52,11 +52,11 @@ class CannotStart(RuntimeError):
 class ImageEncoder(Protocol):
     """Encoder of images beside the steps of an executor."""
 
-    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str], None]) -> None:
+    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str, bool], None]) -> None:
         """Make the rows of an image, where steps find them; called between two steps.
 
         ``num_rows``: those that its prompt has places for. ``done``: called from any thread, with why the
-        image cannot be encoded, or with an empty text.
+        image cannot be encoded, or with an empty text; and with whether its rows were there before.
         """
         ...
 

@@ -423,6 +423,18 @@ class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
     """Digests of the adapters that requests can run with at no cost."""
 
 
+class ImageCounters(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of images of an instance's requests since its start, each once a request."""
+
+    encoded: int = 0
+    """Images that the encoder was run for."""
+    kept: int = 0
+    """Images whose rows the encoder had kept."""
+    cached: int = 0
+    """Images whose keys and values were cached here or fetched, so they need no rows."""
+    failed: int = 0
+
+
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """State of an instance after a step, for one router.
 
@@ -454,6 +466,8 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """None: it keeps no blocks in files."""
     adapters: AdapterUse | None = None
     """None: it serves none."""
+    images: ImageCounters | None = None
+    """None: its model takes none."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):

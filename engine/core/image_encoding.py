@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.executor_contract import ImageEncoder
+from engine.messages import ImageCounters
 from engine.prompt_images import PromptImage
 from engine.scheduling.request import Request, RequestKey
 
@@ -35,7 +36,8 @@ class ImageEncoding:
         """None: nothing is encoded beforehand."""
         self._placeholder = placeholder
         self._waiting: dict[RequestKey, _Waiting] = {}
-        self._answers: deque[tuple[_Waiting, str]] = deque()
+        self._answers: deque[tuple[_Waiting, str, bool]] = deque()
+        self._encoded = self._kept = self._cached = self._failed = 0
         self._num_under_way = 0
         self.on_done: Callable[[], None] = lambda: None
         """Called from another thread when an image is done."""
@@ -56,6 +58,13 @@ class ImageEncoding:
         return max(len(self._waiting), self._num_under_way)
 
     @property
+    def counters(self) -> ImageCounters | None:
+        """None: the model takes no images."""
+        if self._placeholder is None:
+            return None
+        return ImageCounters(self._encoded, self._kept, self._cached, self._failed)
+
+    @property
     def requests(self) -> list[Request]:
         return [each.request for each in self._waiting.values()]
 
@@ -72,6 +81,7 @@ class ImageEncoding:
         if self.encoder is None:
             return False
         images = deque(each for each in request.images if each.end > num_cached)
+        self._cached += len(request.images) - len(images)
         if not images:
             return False
         waiting = self._waiting[request.key] = _Waiting(request, images)
@@ -89,8 +99,11 @@ class ImageEncoding:
         """
         ready = []
         while self._answers:
-            waiting, problem = self._answers.popleft()
+            waiting, problem, was_there = self._answers.popleft()
             self._num_under_way -= 1
+            self._failed += bool(problem)
+            self._kept += not problem and was_there
+            self._encoded += not problem and not was_there
             key = waiting.request.key
             if self._waiting.get(key) is not waiting:
                 continue
@@ -107,8 +120,8 @@ class ImageEncoding:
         image = waiting.images[0]
         placed = waiting.request.token_ids[image.first : image.end].count(self._placeholder or 0)
         self._num_under_way += 1
-        self.encoder.begin(image, placed, lambda problem: self._done(waiting, problem))
+        self.encoder.begin(image, placed, lambda *outcome: self._done(waiting, *outcome))
 
-    def _done(self, waiting: _Waiting, problem: str) -> None:
-        self._answers.append((waiting, problem))
+    def _done(self, waiting: _Waiting, problem: str, was_there: bool) -> None:
+        self._answers.append((waiting, problem, was_there))
         self.on_done()

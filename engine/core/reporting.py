@@ -104,6 +104,7 @@ class Reporting:
             transfers=None if exchange is None else exchange.counters(fetched),
             files=None if tier is None else tier.counters(),
             adapters=self._adapters(),
+            images=self._admission.images.counters,
         )
 
     def _adapters(self) -> AdapterUse | None:

@@ -298,6 +298,8 @@ class ImageEncoded(msgspec.Struct, frozen=True, tag="image_encoded"):
 
     number: int
     problem: str = ""
+    was_there: bool = False
+    """Whether they were before."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -16,7 +16,9 @@ class _UnderWay:
     """An image that some workers have not encoded yet."""
 
     left: int
-    done: Callable[[str], None]
+    done: Callable[[str, bool], None]
+    was_there: bool = True
+    """Whether all of them had its rows before."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -33,7 +35,7 @@ class MpImages:
     def __repr__(self) -> str:
         return f"<MpImages, {len(self._under_way)} images under way>"
 
-    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str], None]) -> None:
+    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str, bool], None]) -> None:
         """See :class:`.ImageEncoder`."""
         self._number += 1
         self._under_way[self._number] = _UnderWay(len(self._workers), done)
@@ -45,6 +47,7 @@ class MpImages:
         found = self._under_way[answer.number]
         found.left -= 1
         found.problems += [answer.problem] * bool(answer.problem)
+        found.was_there &= answer.was_there
         if not found.left:
             del self._under_way[answer.number]
-            found.done(min(found.problems, default=""))
+            found.done(min(found.problems, default=""), found.was_there)

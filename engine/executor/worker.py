@@ -272,7 +272,7 @@ class Worker:
             case EncodeImage(number, image, num_rows):
                 assert executor.image_encoder is not None
                 executor.image_encoder.begin(
-                    image, num_rows, lambda problem: self._send(ImageEncoded(number, problem))
+                    image, num_rows, lambda *outcome: self._send(ImageEncoded(number, *outcome))
                 )
             case _:
                 raise AssertionError(f"{begin.name} got {message!r} while it serves")

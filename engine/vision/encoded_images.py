@@ -70,12 +70,12 @@ class EncodedImages:
     def __repr__(self) -> str:
         return f"<EncodedImages, {len(self._kept)} kept, {self.num_encoded} encoded>"
 
-    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str], None]) -> None:
+    def begin(self, image: PromptImage, num_rows: int, done: Callable[[str, bool], None]) -> None:
         """See :class:`engine.executor_contract.ImageEncoder`."""
         if self._find(image.digest, num_rows) is not None:
-            done("")
+            done("", True)
         else:
-            self._thread.submit(lambda: done(self._try(image, num_rows)))
+            self._thread.submit(lambda: self._make(image, num_rows, done))
 
     def place(self, rows: Sequence[RowImages], input_ids: Int64s) -> tuple[torch.Tensor | None, list[bool]]:
         """Rows [planes, rows, hidden] for the placeholders of a step; None if it has none.
@@ -125,6 +125,10 @@ class EncodedImages:
             return found
 
     # ---- the thread
+
+    def _make(self, image: PromptImage, num_rows: int, done: Callable[[str, bool], None]) -> None:
+        before = self.num_encoded
+        done(self._try(image, num_rows), self.num_encoded == before)
 
     def _try(self, image: PromptImage, num_rows: int) -> str:
         """Why an image cannot be encoded; empty if it is."""

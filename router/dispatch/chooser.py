@@ -132,7 +132,9 @@ class Chooser:
             self.counts["queue_full"] += 1
             raise full(len(able))
         if self._pool.has_roles:
-            free = list(roles.suited(free, entry.work, decodes=decodes))
+            images = entry.prompt.images
+            end = images[-1].end if images else 0
+            free = list(roles.suited(free, entry.work, decodes=decodes, images_end=end))
         self._turn += 1
         rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)

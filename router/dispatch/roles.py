@@ -20,17 +20,21 @@ FEW = 16
 """Tokens that a request must still want to move after its first one."""
 
 
-def suited(candidates: Sequence[Candidate], tokens: int, *, decodes: bool) -> Sequence[Candidate]:
+def suited(
+    candidates: Sequence[Candidate], tokens: int, *, decodes: bool, images_end: int = 0
+) -> Sequence[Candidate]:
     """Candidates whose role fits a request of ``tokens`` tokens; all if all are mixed.
 
-    ``decodes``: its tokens come along, or are computed already.
+    ``decodes``: its tokens come along, or are computed already. ``images_end``: where its last image ends.
+    Encoding an image costs decodes more than a long prompt does, so it is for the role ``prefill``, too.
     """
     decoding = [each for each in candidates if each.role is not Role.PREFILL]
     prefilling = [each for each in candidates if each.role is not Role.DECODE]
     if len(decoding) == len(prefilling) == len(candidates):
         return candidates
     missing = min((tokens - each.cached_tokens for each in decoding), default=tokens)
-    chosen = decoding if decodes or missing < LONG else prefilling
+    encodes = tokens - missing < images_end
+    chosen = decoding if decodes or (missing < LONG and not encodes) else prefilling
     return chosen or candidates
 
 

@@ -13,7 +13,14 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport, LockstepCounters, TransferCounters
+from engine.messages import (
+    ITERATION_BOUNDS,
+    STEP_BOUNDS,
+    ImageCounters,
+    InstanceReport,
+    LockstepCounters,
+    TransferCounters,
+)
 from router.metrics.file_metrics import of_files
 
 LABELS = ("model_name", "engine")
@@ -80,11 +87,8 @@ def of_reports(
     return [
         *families.values(),
         *_by_kind(model, reports, block_size),
-        *_of_transfers(model, reports),
-        *of_files(model, reports),
         *_of_adapters(reports),
-        *_of_pooling(model, reports),
-        *_of_lockstep(model, reports),
+        *(metric for of_part in OF_PARTS for metric in of_part(model, reports)),
     ]
 
 
@@ -170,6 +174,20 @@ def _of_pooling(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[M
         for family, count in zip(families.values(), found, strict=True):
             family.add_metric([model, str(rank)], count)
     return [family for family in families.values() if family.samples]
+
+
+def _of_images(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
+    """Images by what was done for them; none of models that take none."""
+    images = CounterMetricFamily(
+        "lockstep:images",
+        "Images of requests: run through the encoder, kept by it, cached with their prompt, or failed.",
+        labels=(*LABELS, "outcome"),
+    )
+    for rank, report in sorted(reports.items()):
+        if report.images is not None:
+            for outcome in ImageCounters.__struct_fields__:
+                images.add_metric([model, str(rank), outcome], getattr(report.images, outcome))
+    return [images] if images.samples else []
 
 
 def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
@@ -315,3 +333,7 @@ def _labelled(totals: LockstepCounters) -> Iterator[tuple[str, tuple[str, ...], 
         yield "link_bytes", (str(peer), "sent"), count.bytes_sent
         yield "link_bytes", (str(peer), "received"), count.bytes_received
         yield "link_wait_seconds", (str(peer),), count.seconds_waited
+
+
+OF_PARTS = (_of_transfers, of_files, _of_pooling, _of_images, _of_lockstep)
+"""Metrics of parts that not every instance has."""

@@ -84,7 +84,7 @@ async def images_of(url: str, count: int, concurrency: int) -> tuple[float, floa
 
 
 async def decodes_beside(url: str) -> tuple[float, float, float]:
-    """99th percentile of gaps between tokens in ms, alone and beside images, and images a second.
+    """99th percentile of gaps in ms, alone and beside images, and images a second.
 
     The running answers are ended with the last image.
     """

@@ -49,6 +49,17 @@ def test_a_long_prompt_that_is_cached_is_a_short_one() -> None:
     assert [each.rank for each in roles.suited(there, 1500, decodes=False)] == [1]
 
 
+def test_an_image_that_is_not_cached_is_encoded_apart_from_decodes() -> None:
+    there = [candidate(0, "prefill"), candidate(1, "decode", cached=80)]
+
+    def fit(images_end: int, *, decodes: bool = False) -> list[int]:
+        return [each.rank for each in roles.suited(there, 100, decodes=decodes, images_end=images_end)]
+
+    assert fit(0) == fit(80) == [1]
+    assert fit(81) == [0]
+    assert fit(81, decodes=True) == [1], "its blocks come along"
+
+
 def test_only_requests_with_more_to_come_move_on() -> None:
     assert roles.moves_on(Role.PREFILL, 100)
     assert roles.moves_on(Role.PREFILL, None)
