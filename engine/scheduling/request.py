@@ -148,6 +148,8 @@ class Request:
     """Why it failed, with ``FinishReason.ERROR``."""
     images: tuple[PromptImage, ...] = ()
     """Those of its prompt."""
+    num_put_off: int = 0
+    """Steps in a row that had no room for its next image."""
     drafter: Drafter | None = None
     """Drafts next tokens, where speculation is on."""
     pooling: PoolingParams | None = None

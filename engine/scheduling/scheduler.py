@@ -10,7 +10,7 @@ Order is arrival, or (priority, arrival). Lines of batches get no row while any 
 from __future__ import annotations
 
 from collections import deque
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from engine.messages import BATCH_PRIORITY, Counters, FinishReason
 from engine.pieces.pool import PiecePool
@@ -130,6 +130,7 @@ class Scheduler:
         admits: list[Admit] = []
         drafts = self._drafting.drafts(most_rows)
         in_order = self.queues.decodes_then_prefills() if any(needs_more) else self._running[:]
+        admits += self._put_first(rows, most_rows, in_order)
         if in_order and in_order[0].priority == BATCH_PRIORITY:
             admits += self._admit_waiting(rows, most_rows, BATCH_PRIORITY)
         holds_batches = self._limit_lines(rows)
@@ -268,6 +269,18 @@ class Scheduler:
         first = self._running[0] if self._running else self._waiting[0] if self._waiting else None
         return first is not None and first.priority == BATCH_PRIORITY
 
+    def _put_first(self, rows: StepRows, most_rows: int, in_order: list[Request]) -> list[Admit]:
+        """Put a request whose image was put off too often before all others.
+
+        Returned is its admission, if it waits for one.
+        """
+        late = self.budget.first_of_all([*in_order, *islice(self._waiting, 1)])
+        if late is not None and late.status is Status.WAITING:
+            return self._admit_waiting(rows, most_rows, LAST_OF_ALL, 1)
+        if late is not None:
+            in_order.sort(key=lambda request: request is not late)
+        return []
+
     def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, and how many were preempted.
 
@@ -308,10 +321,12 @@ class Scheduler:
         for victim in giving_way(self._waiting, self._running, room):
             self.queues.preempt(victim)
 
-    def _admit_waiting(self, rows: StepRows, most_rows: int, before: int) -> list[Admit]:
+    def _admit_waiting(
+        self, rows: StepRows, most_rows: int, before: int, most: int = LAST_OF_ALL
+    ) -> list[Admit]:
         """Admit waiting requests in order, up to the first that does not fit.
 
-        Only those of a strictly higher priority than ``before`` are looked at.
+        Only those of a strictly higher priority than ``before`` are looked at, and ``most`` admitted.
 
         Requests that lack no more than room for the log-probabilities of their prompts are passed over. If
         the output of any waiting request has begun, so are those that lack no more than a share of the step,
@@ -323,7 +338,7 @@ class Scheduler:
         adapters = self.queues.adapters
         adapter_waits = False
         while len(self._waiting) > index and len(self._free_slots) > slots_kept:
-            if rows.budget <= 0 or len(rows) == most_rows:
+            if rows.budget <= 0 or len(rows) == most_rows or len(admits) == most:
                 break
             request = self._waiting[index]
             if request.priority >= before or (request.priority == BATCH_PRIORITY and self._holds_batches()):

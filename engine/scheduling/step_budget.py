@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.config.scheduler import TAIL_DIVISOR
 from engine.messages import BATCH_PRIORITY
 from engine.pieces.pool import PiecePool
@@ -19,6 +21,8 @@ PROMPT_LOGPROBS_CHUNK = 256
 
 Each needs a row of logits. Without chunked prefill, the last of these prompts may go beyond the bound.
 """
+MOST_PUT_OFF = 8
+"""Steps that put a whole image off for decode rows, before it goes first."""
 
 
 class StepBudget:
@@ -35,6 +39,8 @@ class StepBudget:
 
         At most one instance may believe it in any step.
         """
+        self._was_image_first = False
+        """Whether an image went before the decode rows of the newest step."""
         self.prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
             rules.prompt_seconds_beside_decodes,
@@ -118,7 +124,22 @@ class StepBudget:
         if cut.first > start:
             return cut.first - start
         whole = cut.end - start
-        return whole if whole <= rows.budget else 0
+        fits = whole <= rows.budget
+        request.num_put_off = 0 if fits else request.num_put_off + 1
+        return whole if fits else 0
+
+    def first_of_all(self, requests: Iterable[Request]) -> Request | None:
+        """A request whose image was put off too often: its tokens go before decode rows.
+
+        At most one in every other step, so that decode rows are put off by no more than a step.
+        """
+        if not self._rules.images_are_whole:
+            return None
+        found = None
+        if not self._was_image_first:
+            found = next((each for each in requests if each.num_put_off >= MOST_PUT_OFF), None)
+        self._was_image_first = found is not None
+        return found
 
     def took(self, step: Step, seconds: float) -> None:
         """Take in how long a step with prompts took, for the lengths of prefill chunks."""

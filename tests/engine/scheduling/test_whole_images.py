@@ -1,0 +1,109 @@
+"""Images that no step may cut: each gets its step, however many requests decode."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.prompt_images import PromptImage
+from engine.scheduling.request import Request, Status
+from engine.scheduling.step_budget import MOST_PUT_OFF
+from tests.engine.scheduling.test_scheduler import Bench, tokens
+from tests.engine.simulated_executor import expected_output
+from tests.nightly import examples
+
+BUDGET, SEQS = 16, 8
+
+
+def bench_of(micro_batches: int = 1) -> Bench:
+    return Bench(
+        num_blocks=512, max_seqs=SEQS, budget=BUDGET, micro_batches=micro_batches, images_are_whole=True
+    )
+
+
+def add_seen(bench: Bench, seed: int, before: int, size: int, count: int = 1, most: int = 3) -> int:
+    """A request with images of so many tokens, and text before each."""
+    length = (before + size) * count + 2
+    images = tuple(
+        PromptImage(at, at + size, bytes([seed, at]) * 8) for at in range(before, length - 2, before + size)
+    )
+    return bench.add(tokens(seed, length), max_tokens=most, images=images)
+
+
+def at_image(request: Request) -> bool:
+    """Whether a running request's next token begins an image."""
+    is_running = request.status is Status.RUNNING
+    return is_running and any(each.first == request.num_computed for each in request.images)
+
+
+def check_whole(bench: Bench, request: Request) -> None:
+    for image in request.images:
+        assert not image.first < request.num_computed < image.end, "an image is cut"
+
+
+@pytest.mark.parametrize("before", [0, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_decode_rows_put_an_image_off_no_longer_than_the_bound(before: int, micro_batches: int) -> None:
+    bench = bench_of(micro_batches)
+    for number in range(SEQS - 1):
+        bench.add(tokens(number, 2), max_tokens=80)
+    for _ in range(4):
+        bench.step()
+    seen = add_seen(bench, 40, before, size=12)
+    for _ in range(2 * (MOST_PUT_OFF + 4)):
+        bench.step()
+        check_whole(bench, bench.requests[seen])
+    assert bench.outputs[seen], "its image was put off again and again"
+    bench.finish()
+    for number, request in bench.requests.items():
+        assert bench.outputs[number] == expected_output(
+            request.token_ids[: request.num_prompt], request.num_output
+        )
+
+
+events = st.one_of(
+    st.tuples(st.just("text"), st.integers(1, 30), st.integers(1, 60)),
+    st.tuples(st.just("image"), st.integers(0, 6), st.integers(2, BUDGET)),
+    st.tuples(st.just("images"), st.integers(0, 6), st.integers(2, BUDGET)),
+    st.tuples(st.just("steps"), st.integers(1, 12), st.just(0)),
+)
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(st.lists(events, min_size=4, max_size=40), st.sampled_from([1, 1, 2]))
+def test_any_load_computes_each_image_within_a_bound(
+    happened: list[tuple[str, int, int]], micro_batches: int
+) -> None:
+    bench = bench_of(micro_batches)
+    waited: dict[int, int] = {}
+
+    def step() -> None:
+        bench.step()
+        for number, request in bench.requests.items():
+            check_whole(bench, request)
+            is_there = at_image(request) and not request.num_in_flight
+            waited[number] = waited.get(number, 0) + 1 if is_there else 0
+            assert waited[number] <= (MOST_PUT_OFF + 2 * SEQS) * micro_batches, "an image starves"
+
+    for index, (kind, first, second) in enumerate(happened):
+        if kind == "text":
+            bench.add(tokens(index, first), max_tokens=second)
+        elif kind == "steps":
+            for _ in range(first):
+                step()
+        else:
+            add_seen(bench, index, first, second, count=1 + (kind == "images"))
+    while bench.scheduler.queues.has_work:
+        step()
+    bench.finish()
+    for number, request in bench.requests.items():
+        prompt = request.token_ids[: request.num_prompt]
+        assert bench.outputs[number] == expected_output(prompt, request.num_output)
+
+
+def test_an_image_beyond_all_steps_is_refused() -> None:
+    with pytest.raises(
+        AssertionError, match="an image of 17 tokens is computed in one step, and steps have 16"
+    ):
+        add_seen(bench_of(), 1, 0, BUDGET + 1)
