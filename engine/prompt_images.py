@@ -12,7 +12,17 @@ DIGEST_BYTES = 16
 """Bytes of an image's name: nobody can craft another image with the same one."""
 
 IN_LINE = frozenset(
-    {"cohere2_vision", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "smolvlm"}
+    {
+        "cohere2_vision",
+        "idefics3",
+        "internvl",
+        "lfm2_vl",
+        "llama4",
+        "llava",
+        "llava_onevision",
+        "mistral3",
+        "smolvlm",
+    }
 )
 """Model types in which an image's rows stand at positions of the text."""
 ON_AXES = frozenset(

@@ -41,6 +41,8 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     tensors: tuple[ImageTensor, ...]
     digest: bytes
     """Name of all this."""
+    beside_others: Prepared | None = None
+    """The same image where a request has several; None: as it is here."""
 
 
 FromPreparer = ProcessorRead | Prepared | Refused | NoProcessor

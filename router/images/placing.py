@@ -9,6 +9,11 @@ from router.errors import refuse
 from router.images.messages import Prepared
 
 
+def for_request(prepared: Sequence[Prepared]) -> list[Prepared]:
+    """The images of one request: some models prepare several otherwise than one."""
+    return [each.beside_others or each for each in prepared] if len(prepared) > 1 else [*prepared]
+
+
 def with_images(text: str, mark: str, prepared: Sequence[Prepared]) -> str:
     """The prompt's text with what stands for each image in place of its mark.
 

@@ -175,4 +175,5 @@ class ImagePreparation:
 
 
 def _size(prepared: Prepared) -> int:
-    return sum(len(each.data) for each in prepared.tensors)
+    own = sum(len(each.data) for each in prepared.tensors)
+    return own if prepared.beside_others is None else own + _size(prepared.beside_others)

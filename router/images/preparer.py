@@ -33,6 +33,8 @@ BESIDE = (
     "num_patches",
 )
 """What a processor returns beside what the encoder takes."""
+NUM_IMAGES = "batch_num_images"
+"""What a processor returns that prepares an image by the number of those beside it."""
 
 FAULTS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
@@ -77,12 +79,28 @@ def _answer(processor: Any, data: bytes, most_pixels: int) -> FromPreparer:
 
 def prepare(processor: Any, image: Any) -> Prepared:
     """An image in RGB as the model takes it."""
-    made = processor(
-        images=[image],
-        text=[processor.image_token],
-        return_tensors="np",
-        return_text_replacement_offsets=True,
+    made = _processed(processor, [image], 1)
+    if made.pop(NUM_IMAGES, None) is None:
+        return _prepared(made)
+    several = _processed(processor, [[image, image]], 2)  # LLaVA-OneVision cuts an image that is alone
+    several |= {"pixel_values": several["pixel_values"][:1], "image_sizes": several["image_sizes"][:1]}
+    return msgspec.structs.replace(_prepared(made), beside_others=_prepared(several))
+
+
+def _processed(processor: Any, images: list[Any], count: int) -> dict[str, Any]:
+    """What a processor makes of so many images of a prompt."""
+    return dict(
+        processor(
+            images=images,
+            text=[processor.image_token * count],
+            return_tensors="np",
+            return_text_replacement_offsets=True,
+        )
     )
+
+
+def _prepared(made: dict[str, Any]) -> Prepared:
+    """The first of the images."""
     text = made["text_replacement_offsets"][0][0]["replacement"]
     tensors = tuple(
         ImageTensor(name, str(value.dtype), tuple(value.shape), value.tobytes())

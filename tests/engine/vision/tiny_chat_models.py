@@ -66,3 +66,30 @@ def make_tiny_gemma_chat_model(directory: Path) -> Path:
     )
     processor.save_pretrained(directory)
     return directory
+
+
+def make_tiny_onevision_chat_model(directory: Path) -> Path:
+    """A LLaVA-OneVision; an image that is alone is cut in up to four."""
+    leave_videos_out()
+    names = {"image_token": "<image>", "video_token": "<video>"}
+    fast, vocab_size = _tokenizer(**names)
+    text = TEXT | {"vocab_size": vocab_size, "max_position_embeddings": 1024}
+    points = [[16, 16], [16, 32], [32, 16], [32, 32]]
+    config = hf.LlavaOnevisionConfig(
+        vision_config=hf.SiglipVisionConfig(**TOWER, image_size=16, patch_size=4, vision_use_head=False),
+        text_config=hf.Qwen2Config(**text),
+        image_token_index=fast.convert_tokens_to_ids("<image>"),
+        video_token_index=fast.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=points,
+    )
+    save_vision_model(directory, config)
+    sizes = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": points}
+    processor = hf.LlavaOnevisionProcessor(
+        image_processor=hf.LlavaOnevisionImageProcessorPil(**sizes),
+        tokenizer=fast,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=CHAT_TEMPLATE,
+    )
+    processor.save_pretrained(directory)
+    return directory

@@ -31,10 +31,12 @@ class VisionFamily:
 
     config: Callable[[], Any]
     num_rows: int | None
-    """Placeholders of an image; None: by its grid."""
+    """Placeholders of an image that is alone; None: by its grid."""
     tensors: Callable[[torch.Generator], Tensors]
     has_marks: bool = True
     """Whether text may stand between the rows of an image."""
+    beside_others: tuple[int, Callable[[Tensors], Tensors]] | None = None
+    """Placeholders and tensors of an image that is not alone; None: the same."""
 
 
 def _pixels(*shape: int) -> Callable[[torch.Generator], Tensors]:
@@ -64,6 +66,20 @@ def _unpadded(numbers: torch.Generator) -> Tensors:
     }
 
 
+def _cut(numbers: torch.Generator) -> Tensors:
+    """An image in parts of a larger size, behind it as a whole."""
+    return {
+        "pixel_values": torch.randn(1, 5, 3, 16, 16, generator=numbers),
+        "image_sizes": torch.tensor([[28, 20]]),
+    }
+
+
+def _uncut(tensors: Tensors) -> Tensors:
+    """The same image beside another one."""
+    whole = tensors["pixel_values"][:, :1]
+    return tensors | {"pixel_values": whole, "batch_num_images": torch.tensor([2])}
+
+
 BY_TORCH = ("llama4",)
 """Families that the native kernels do not compute."""
 VISION_FAMILIES = {
@@ -75,6 +91,17 @@ VISION_FAMILIES = {
         ),
         25,
         _pixels(1, 3, 30, 30),
+    ),
+    "llava_onevision": VisionFamily(
+        lambda: hf.LlavaOnevisionConfig(
+            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=16, patch_size=4, vision_use_head=False),
+            text_config=hf.Qwen2Config(**TEXT),
+            image_token_index=PLACEHOLDER,
+            image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]],
+        ),
+        72,
+        _cut,
+        beside_others=(17, _uncut),
     ),
     "internvl": VisionFamily(
         lambda: hf.InternVLConfig(
@@ -226,13 +253,15 @@ def seen_prompt(family: str, seed: int, num_images: int = 1, num_text: int = 9) 
     numbers, made = random.Random(seed), VISION_FAMILIES[family]
     ids, images, tensors = _text(numbers, num_text), [], []
     for index in range(num_images):
-        own = made.tensors(torch.Generator().manual_seed(1000 * seed + index))
+        own, num_rows = made.tensors(torch.Generator().manual_seed(1000 * seed + index)), made.num_rows
+        if num_images > 1 and made.beside_others is not None:
+            num_rows, own = made.beside_others[0], made.beside_others[1](own)
         first = len(ids)
-        if made.num_rows is None or not made.has_marks:
-            ids += [PLACEHOLDER] * (made.num_rows or tiny_axes_models.num_rows(own))
+        if num_rows is None or not made.has_marks:
+            ids += [PLACEHOLDER] * (num_rows or tiny_axes_models.num_rows(own))
         else:
-            half = made.num_rows // 2
-            ids += [PLACEHOLDER] * half + [7] + [PLACEHOLDER] * (made.num_rows - half)
+            half = num_rows // 2
+            ids += [PLACEHOLDER] * half + [7] + [PLACEHOLDER] * (num_rows - half)
         images.append(image_of(own, first, len(ids), bytes([seed, index]) * 8))
         ids += _text(numbers, num_text)
         tensors.append(own)
