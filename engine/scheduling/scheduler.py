@@ -10,7 +10,7 @@ Order is arrival, or (priority, arrival). Lines of batches get no row while any 
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from engine.messages import BATCH_PRIORITY, Counters, FinishReason
 from engine.pieces.pool import PiecePool
@@ -120,17 +120,16 @@ class Scheduler:
         has_boundaries = self._boundaries.step > 0
         if has_boundaries:
             self._boundaries.settle()
-        if self._running and self._waiting.goes_before(self._running[-1]):
-            self._make_way()
+        self._make_way()
         most_rows = self.budget.rows_per_step()
-        at_work = self._running_without_held()
-        needs_more = [len(request.token_ids) - request.num_computed > 1 for request in at_work]
+        needs_more = [each.num_uncomputed > 1 for each in self._running_without_held()]
         rows = self.budget.no_rows(somebody_decodes=not all(needs_more))
         lacking = LAST_OF_ALL  # priority of the first running request that lacks blocks: it gets them first
         admits: list[Admit] = []
         drafts = self._drafting.drafts(most_rows)
         in_order = self.queues.decodes_then_prefills() if any(needs_more) else self._running[:]
-        admits += self._put_first(rows, most_rows, in_order)
+        if self.budget.puts_first(in_order, self._waiting):
+            admits += self._admit_waiting(rows, most_rows, LAST_OF_ALL, 1)
         if in_order and in_order[0].priority == BATCH_PRIORITY:
             admits += self._admit_waiting(rows, most_rows, BATCH_PRIORITY)
         holds_batches = self._limit_lines(rows)
@@ -269,18 +268,6 @@ class Scheduler:
         first = self._running[0] if self._running else self._waiting[0] if self._waiting else None
         return first is not None and first.priority == BATCH_PRIORITY
 
-    def _put_first(self, rows: StepRows, most_rows: int, in_order: list[Request]) -> list[Admit]:
-        """Put a request whose image was put off too often before all others.
-
-        Returned is its admission, if it waits for one.
-        """
-        late = self.budget.first_of_all([*in_order, *islice(self._waiting, 1)])
-        if late is not None and late.status is Status.WAITING:
-            return self._admit_waiting(rows, most_rows, LAST_OF_ALL, 1)
-        if late is not None:
-            in_order.sort(key=lambda request: request is not late)
-        return []
-
     def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, and how many were preempted.
 
@@ -313,6 +300,8 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Preempt running requests for waiting ones of strictly higher priority."""
+        if not (self._running and self._waiting.goes_before(self._running[-1])):
+            return
         rules, whole = self._rules, not self._rules.enable_chunked_prefill
         share = self.budget.prompt_share
         tokens = rules.max_num_batched_tokens - len(self._running) if whole else share.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import chain, islice
 
 from engine.config.scheduler import TAIL_DIVISOR
 from engine.messages import BATCH_PRIORITY
@@ -14,6 +14,7 @@ from engine.scheduling.request import Request, Status
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.step_making import StepRows
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.step import Step
 
 PROMPT_LOGPROBS_CHUNK = 256
@@ -128,18 +129,21 @@ class StepBudget:
         request.num_put_off = 0 if fits else request.num_put_off + 1
         return whole if fits else 0
 
-    def first_of_all(self, requests: Iterable[Request]) -> Request | None:
-        """A request whose image was put off too often: its tokens go before decode rows.
+    def puts_first(self, in_order: list[Request], waiting: WaitingQueue) -> bool:
+        """Put a running request whose image was put off too often before all others.
 
-        At most one in every other step, so that decode rows are put off by no more than a step.
+        At most one in every other step, so that decode rows are put off by no more than a step. Returns
+        whether it is the next waiting one, which is to be admitted first.
         """
         if not self._rules.images_are_whole:
-            return None
-        found = None
+            return False
+        late = None
         if not self._was_image_first:
-            found = next((each for each in requests if each.num_put_off >= MOST_PUT_OFF), None)
-        self._was_image_first = found is not None
-        return found
+            both = chain(in_order, islice(waiting, 1))
+            late = next((each for each in both if each.num_put_off >= MOST_PUT_OFF), None)
+        self._was_image_first = late is not None
+        in_order.sort(key=lambda request: request is not late)
+        return late is not None and late.status is Status.WAITING
 
     def took(self, step: Step, seconds: float) -> None:
         """Take in how long a step with prompts took, for the lengths of prefill chunks."""
