@@ -23,6 +23,7 @@ from engine.kernels.norms.norm import norm_of
 from engine.kernels.products.activations import activation_by_results
 from engine.kernels.products.packing import LANES, PACK
 from engine.kernels.products.projections import joined_bias, whole
+from engine.model.quantization.attached import rows_of
 
 BERT_PARTS = "attention", "intermediate", "output"
 """Parts of a layer of BERT, and of many that follow it."""
@@ -121,7 +122,8 @@ def _attention(projections: list[Any], out: Any, heads: int) -> Attention:
     inward, behind = [whole(each) for each in projections], whole(out)
     weights = [each.weight for each in inward]
     if len(weights) == 1:
-        weights = [*weights[0].chunk(3)]
+        third = len(weights[0]) // 3
+        weights = [rows_of(weights[0], slice(begin, begin + third)) for begin in range(0, 3 * third, third)]
     dim = len(weights[0]) // heads
     if len({len(each) for each in weights}) > 1 or dim % LANES:
         raise NotRecognised(f"heads of {dim}")
@@ -151,7 +153,7 @@ def _mlp(up: Any, down: Any, activation: Any) -> Mlp:
     width = behind.weight.shape[1]
     gate, rows = None, inward.weight
     if len(rows) == 2 * width:
-        gate, rows = rows.chunk(2)
+        gate, rows = rows_of(rows, slice(0, width)), rows_of(rows, slice(width, 2 * width))
     if len(rows) != width:
         raise NotRecognised("an MLP whose parts have different widths")
     return Mlp(

@@ -10,6 +10,9 @@ from engine.config.pooling import PoolingConfig
 from engine.host.cores import has_gpu
 from engine.model.errors import CheckpointError
 
+QUANTIZATIONS = ("int8", "int8_per_channel_weight_only")
+"""What ``--quantization`` may name with a pooling model."""
+
 
 def check_flags(config: EngineConfig) -> None:
     """Refuse flags that a pooling model cannot have.
@@ -17,14 +20,14 @@ def check_flags(config: EngineConfig) -> None:
     Raises:
         CheckpointError: one is given.
     """
-    device = config.device
+    device, name, reads = config.device, config.model.quantization, config.model.reads_weights
     given = {
         "-tp": device.tensor_parallel_size > 1,
         "-pp": device.pipeline_parallel_size > 1,
         "--nnodes and ray": config.workers_elsewhere,
         "--enable-lora": config.lora.enable_lora,
         "--speculative-config": config.scheduler.speculative is not None,
-        "--quantization": config.model.quantization is not None,
+        f"--quantization {name}": name is not None and (name not in QUANTIZATIONS or not reads),
         "--kv-cache-dir": config.cache.kv_cache_dir is not None,
     }
     if named := [name for name, was_given in given.items() if was_given]:

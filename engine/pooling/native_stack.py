@@ -19,6 +19,7 @@ from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.decoder import DecoderModel
 from engine.kernels.encoder import place_of_layers, recognise_layers
 from engine.kernels.program import Program
+from engine.model.quantization.attached import forget_codes
 from engine.pooling.packed_attention import BOUNDS
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class NativeStack:
 
     def let_go(self) -> None:
         """Free the model's own weights, which are laid out here."""
+        for each in [*self._matrices, *self._own_layers.parameters()]:
+            forget_codes(each)
         for each in self._matrices:
             each.data = each.data.new_empty(0)
         self._matrices, self._own_layers = [], None

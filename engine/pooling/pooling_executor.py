@@ -64,6 +64,7 @@ class PoolingExecutor:
             getattr(torch, dtype),
             reads_weights=model.reads_weights,
             trusts_code=model.trust_remote_code,
+            online=model.online,
         )
         logger.info(
             "pooling: %s, %s; %s", ", ".join(self._model.facts.tasks), self._model.facts.pooling,

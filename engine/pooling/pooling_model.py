@@ -22,8 +22,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from coordinator.pooled_model import PoolingTask
 from engine.compute.fixed_blocks import FixedBlocks, LargeBlocks
+from engine.config.quantization import OnlineName
 from engine.model.checkpoint import ModelInfo
 from engine.model.errors import CheckpointError
+from engine.model.quantization.attached import attach_codes, reader_of
+from engine.model.quantization.layers import round_inputs
+from engine.model.sharding.shard_weights import all_tensors
+from engine.model.weight_files import open_weights
 from engine.pooling.detection import OFFSET_POSITIONS, SEQUENCE, TOKENS
 from engine.pooling.native_stack import NativeStack
 from engine.pooling.packed_attention import IMPLEMENTATION, UnknownAttention, packed, register
@@ -36,6 +41,8 @@ TRIAL_LENGTHS = (7, 19, 1, 40)
 """Tokens of the sequences on which a model is tried."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Most difference from transformers' own result in a trial, relative to its largest number."""
+TOLERANCE_OF_CODES = 0.1
+"""The same where inputs of products are rounded to codes."""
 
 
 class PooledInput(msgspec.Struct, frozen=True):
@@ -61,9 +68,17 @@ class PoolingModel:
     """Computes the answers of pooled requests."""
 
     def __init__(
-        self, info: ModelInfo, dtype: torch.dtype, *, reads_weights: bool = True, trusts_code: bool = False
+        self,
+        info: ModelInfo,
+        dtype: torch.dtype,
+        *,
+        reads_weights: bool = True,
+        trusts_code: bool = False,
+        online: OnlineName | None = None,
     ) -> None:
         """Reads the weights, or makes random ones, and tries the model.
+
+        ``online``: how weights of layers are quantised while they are read.
 
         Raises:
             CheckpointError: the model cannot be computed.
@@ -72,7 +87,8 @@ class PoolingModel:
         self._info, self.facts = info, info.pooling
         self._dtype = dtype
         register()
-        self._module = _load(info, dtype, reads_weights=reads_weights, trusts_code=trusts_code)
+        self._online = online
+        self._module = _load(info, dtype, reads_weights=reads_weights, trusts_code=trusts_code, online=online)
         self._base = self._module.base_model
         if self.facts.convert == "embed" and isinstance(getattr(self._base, "pooler", None), torch.nn.Module):
             self._base.pooler = None  # a head that embeddings do not have
@@ -251,18 +267,23 @@ class PoolingModel:
         inputs = [self._made_up(number, length) for number, length in enumerate(TRIAL_LENGTHS)]
         own = [self._run([each])[0] for each in inputs]
         problem = self._try_packed(inputs, own)
-        if problem is not None:
+        if problem is None:
+            problem = self._try_native(inputs, own)
+        else:
             logger.info("sequences of a step are computed one after the other: %s", problem)
             _use_own_attention(self._module, self._base)
             self.packs = False
-            return
-        self._try_native(inputs, own)
+        if self._online is not None and self.native is None:
+            raise CheckpointError(
+                f"--quantization {self._online} needs native layers, and those of {self._info.architecture} "
+                f"are not computed by them ({problem}): leave it out"
+            )
 
-    def _try_native(self, inputs: list[PooledInput], own: list[torch.Tensor]) -> None:
-        """Compute the layers natively if that gives what torch gives."""
+    def _try_native(self, inputs: list[PooledInput], own: list[torch.Tensor]) -> str:
+        """Compute the layers natively if that gives what torch gives; returns why they are not."""
         native = NativeStack.of(self._base, self._dtype, sees_all=self._sees_all)
         if native is None:
-            return
+            return "they have other parts, or this CPU has no kernels"
         for window in sorted(native.windows):  # texts that reach beyond it
             inputs = [*inputs, self._made_up(len(inputs), window + TRIAL_LENGTHS[1])]
             own = [*own, self._run(inputs[-1:])[0]]
@@ -275,9 +296,10 @@ class PoolingModel:
         else:
             self.native = native
             native.let_go()
-            return
+            return ""
         logger.warning("pooling: layers are not computed natively: %s", problem)
         native.take_out()
+        return problem
 
     def _try_packed(self, inputs: Sequence[PooledInput], own: Sequence[torch.Tensor]) -> str | None:
         """Compare packed sequences with transformers' own attention; returns why they are not packed."""
@@ -298,7 +320,8 @@ class PoolingModel:
         return None
 
     def _is_close(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
-        return bool((found - wanted).abs().max() <= TOLERANCE[self._dtype] * wanted.abs().max())
+        most = TOLERANCE[self._dtype] if self._online is None else TOLERANCE_OF_CODES
+        return bool((found - wanted).abs().max() <= most * wanted.abs().max())
 
     def _run(self, inputs: Sequence[PooledInput]) -> list[torch.Tensor]:
         with torch.inference_mode(), self._blocks:
@@ -310,7 +333,9 @@ class PoolingModel:
         return PooledInput(ids, PoolingParams(self.facts.tasks[0]))
 
 
-def _load(info: ModelInfo, dtype: torch.dtype, *, reads_weights: bool, trusts_code: bool) -> Any:
+def _load(
+    info: ModelInfo, dtype: torch.dtype, *, reads_weights: bool, trusts_code: bool, online: OnlineName | None
+) -> Any:
     """The model and its head, in transformers' class for the task."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -329,10 +354,14 @@ def _load(info: ModelInfo, dtype: torch.dtype, *, reads_weights: bool, trusts_co
         if not reads_weights:
             torch.manual_seed(0)
             return chosen.from_config(config, dtype=dtype, trust_remote_code=trusts_code, **first).eval()
-        module, read = chosen.from_pretrained(
-            info.directory, config=config, dtype=dtype, local_files_only=True, use_safetensors=True,
-            output_loading_info=True, trust_remote_code=trusts_code, **first,
-        )  # fmt: skip
+        options = first | {"config": config, "dtype": dtype, "output_loading_info": True}
+        if online is None:
+            module, read = chosen.from_pretrained(
+                info.directory, local_files_only=True, use_safetensors=True, trust_remote_code=trusts_code,
+                **options,
+            )  # fmt: skip
+        else:
+            module, read = _read_quantised(chosen, Path(info.directory), online, options)
     except (ValueError, OSError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{info.architecture} cannot be loaded as a pooling model: {error}") from error
     missing = sorted(
@@ -344,6 +373,26 @@ def _load(info: ModelInfo, dtype: torch.dtype, *, reads_weights: bool, trusts_co
             f"--convert {facts.convert} right?"
         )
     return module.eval()
+
+
+def _read_quantised(
+    chosen: Any, directory: Path, online: OnlineName, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The model, whose layers' weights know their codes, and what transformers tells of the reading."""
+    config = options["config"]
+    if type(config) not in chosen._model_mapping:
+        raise ValueError("its class is code of its own, which --quantization does not take apart")
+    with open_weights(directory, options["dtype"], online) as files:
+        made = chosen._model_mapping[type(config)]
+        module, read = made.from_pretrained(None, state_dict=all_tensors(files), **options)
+        attach_codes(module, files, None)
+        for name, part in module.named_parameters():
+            reader = reader_of(part)
+            codes = None if reader is None else reader.keep(part.device)
+            if codes is not None and codes.codes.shape != part.shape:
+                raise ValueError(f"--quantization does not take apart what its files have of {name}")
+    round_inputs(module)
+    return module, read
 
 
 def _use_own_attention(*modules: Any) -> None:

@@ -21,7 +21,7 @@ from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Roundin
 from engine.model.quantization.view import WEIGHT, QuantizedFiles
 from engine.model.quantization.weight_codes import FLOAT8, few_rows
 
-IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
+IN_LAYERS = re.compile(r"(^|\.)layers?\.\d+\.")
 """Matrices outside of layers, which are embeddings and heads, stay as they are."""
 KEPT = {"gate", "router", "wg", "shared_expert_gate", "kv_b_proj"}
 """Names of modules that stay as they are.

@@ -131,11 +131,13 @@ def test_a_pooler_config_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 def test_flags_of_models_that_write_text_are_refused() -> None:
-    check_flags(EngineConfig(device=DeviceConfig(device="cpu")))
+    check_flags(EngineConfig(device=DeviceConfig(device="cpu"), model=ModelConfig(quantization="int8")))
     for config, flag in (
         (EngineConfig(device=DeviceConfig(tensor_parallel_size=2)), "-tp"),
         (EngineConfig(lora=LoraConfig(enable_lora=True)), "--enable-lora"),
-        (EngineConfig(model=ModelConfig(quantization="int8")), "--quantization"),
+        (EngineConfig(model=ModelConfig(quantization="int4")), "--quantization int4"),
+        (EngineConfig(model=ModelConfig(quantization="gptq")), "--quantization gptq"),
+        (EngineConfig(model=ModelConfig(quantization="int8", load_format="dummy")), "--quantization int8"),
     ):
         with pytest.raises(CheckpointError, match=flag):
             check_flags(config)

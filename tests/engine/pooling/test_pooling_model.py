@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 from coordinator.pooled_model import PoolingTask
 from engine.compute.fixed_blocks import FixedBlocks, LargeBlocks
 from engine.config.pooling import PoolingConfig
+from engine.config.quantization import OnlineName
 from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.pooling.detection import as_pooling, find_pooling
@@ -30,6 +31,8 @@ LONG = (8000, 3, 700, 2049)
 """Lengths at night, of models that take so many tokens."""
 PACKED = frozenset(SHAPES) - {"mpnet", "deberta-v2"}
 """Shapes whose attention goes through transformers' interface."""
+JOINED = frozenset({"gte", "jina_embeddings_v3", "nomic_bert"})
+"""Shapes whose files have matrices joined that their layers have apart."""
 
 
 def shapes() -> list[Any]:
@@ -37,9 +40,20 @@ def shapes() -> list[Any]:
     return [name if name in EACH_PUSH else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, **flags: Any) -> PoolingModel:
+def shapes_in_eight_bits() -> list[Any]:
+    """Shapes with native layers, most of them at night."""
+    names = sorted(PACKED - {"albert"} - JOINED)
+    return [
+        name if name in ("bert", "modernbert") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
+    ]
+
+
+def load(
+    directory: Path, dtype: torch.dtype = torch.float32, online: OnlineName | None = None, **flags: Any
+) -> PoolingModel:
     pooled = find_pooling(directory, PoolingConfig(**flags))
-    return PoolingModel(as_pooling(read_model_info(directory), pooled), dtype)
+    return PoolingModel(as_pooling(read_model_info(directory), pooled), dtype, online=online)
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -225,3 +239,37 @@ def test_large_blocks_give_the_bits_of_usual_ones_or_are_not_used() -> None:
             with FixedBlocks(LargeBlocks({(outputs, inputs)})), torch.inference_mode():
                 assert torch.equal(torch.nn.functional.linear(rows, weight, bias), usual)
                 assert torch.equal(torch.nn.functional.linear(rows[5:7], weight, bias), usual[5:7])
+
+
+@pytest.mark.skipif(library.load() is None, reason="needs native kernels")
+@pytest.mark.parametrize("kind", ["int8", "int8_per_channel_weight_only"])
+@pytest.mark.parametrize("shape", shapes_in_eight_bits())
+def test_eight_bits_are_near_float32_and_keep_their_bits(tmp_path: Path, shape: str, kind: Any) -> None:
+    directory = make_checkpoint(tmp_path, shape)
+    model = load(directory, runner="pooling")
+    rounded = load(directory, online=kind, runner="pooling")
+    assert rounded.native is not None
+    assert rounded.native.weight_bytes < model.native.weight_bytes / 2  # type: ignore[union-attr]
+    ids = prompts(LENGTHS)
+    wanted, found = ask(model, ids), ask(rounded, ids)
+    for each, exact, near in zip(ids, wanted, found, strict=True):
+        assert np.array_equal(ask(rounded, [each])[0], near)
+        assert not np.array_equal(exact, near)
+        assert cosine(near, torch.from_numpy(exact)) > 1 - 2e-3
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ("gte", "does not take apart"),
+        pytest.param("jina_embeddings_v3", "does not take apart", marks=pytest.mark.nightly),
+        pytest.param("nomic_bert", "does not take apart", marks=pytest.mark.nightly),
+        pytest.param("albert", "no tensor is", marks=pytest.mark.nightly),
+        pytest.param("mpnet", "needs native layers", marks=pytest.mark.nightly),
+        ("deberta-v2", "needs native layers"),
+    ],
+)
+def test_eight_bits_without_kernels_for_them_are_refused(tmp_path: Path, shape: str, reason: str) -> None:
+    directory = make_checkpoint(tmp_path, shape)
+    with pytest.raises(CheckpointError, match=reason):
+        load(directory, online="int8", runner="pooling")
