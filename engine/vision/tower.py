@@ -14,6 +14,20 @@ from engine.model.checkpoint import CheckpointError
 from engine.model.errors import first_line
 from engine.model.weights import LOADING
 from engine.prompt_images import PromptImage
+from parallel.compiler import cpu_flags
+
+BFLOAT16_PRODUCTS = {"avx512_bf16", "amx_bf16"}
+"""Flags of CPUs that multiply in bfloat16."""
+
+
+def computing_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Type that a tower computes in, whose rows are of ``dtype``.
+
+    CPUs without products in bfloat16 take more than twice as long in it as in float32.
+    """
+    if device.type == "cpu" and dtype == torch.bfloat16 and not cpu_flags() & BFLOAT16_PRODUCTS:
+        return torch.float32
+    return dtype
 
 
 class ImageTower:
@@ -23,7 +37,10 @@ class ImageTower:
     """
 
     def __init__(self, model: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``model``: of transformers, with ``get_image_features``; ``hidden``: the text model's width."""
+        """``model``: of transformers, with ``get_image_features``, in its :func:`computing_type`.
+
+        ``hidden``: the text model's width.
+        """
         self._model = model
         self._hidden = hidden
         self._dtype = dtype
@@ -63,7 +80,8 @@ class ImageTower:
     def _tensor(self, dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
         array = np.frombuffer(data, dtype=dtype).reshape(shape)
         tensor = torch.from_numpy(array.copy())
-        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+        computes = computing_type(self._dtype, self._device)
+        return tensor.to(self._device, computes if tensor.is_floating_point() else None)
 
 
 def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> ImageTower:
@@ -79,7 +97,10 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Ima
     try:
         with LOADING:  # transformers changes itself meanwhile, and not for one thread
             model = AutoModelForImageTextToText.from_pretrained(
-                directory, config=_without_layers(config), dtype=dtype, local_files_only=True
+                directory,
+                config=_without_layers(config),
+                dtype=computing_type(dtype, device),
+                local_files_only=True,
             )
     except Exception as error:  # whatever a config.json may do to transformers' code
         raise CheckpointError(

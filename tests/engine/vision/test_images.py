@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from engine.messages import Submit
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.sampling import SamplingParams
+from engine.vision import tower
 from tests.engine.invariance.answers import ALONE, How, Instance, load, settings
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.states.models import at_night
@@ -194,3 +195,17 @@ def test_hits_that_end_in_an_image_go_on_there(
     found, counters = instance.answers(submits, How(together=False))
     assert found == alone
     assert prompt.images[0].first < counters.prefix_cache_hits < prompt.images[0].end
+
+
+def test_rows_in_bfloat16_are_those_of_float32_rounded(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU that has no products in bfloat16."""
+    monkeypatch.setattr(tower, "cpu_flags", frozenset)
+    image = seen_prompt("llava", 1).images[0]
+    rows, wide = (
+        tower.load_tower(directories("llava"), dtype, torch.device("cpu")).encode(image)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, wide.to(torch.bfloat16))
