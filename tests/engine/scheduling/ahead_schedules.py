@@ -58,7 +58,8 @@ class Begun:
     step: Step
     held: list[Held]
     known: list[list[int]]
-    allowed: dict[int, list[int]]
+    allowed: dict[int, list[list[int]]]
+    """Tokens that rows may sample, one set for each that they sample."""
     result: StepResult | None = None
 
 
@@ -89,12 +90,13 @@ class Device(SimulatedExecutor):
         for admit in step.admits:
             self._held[admit.slot] = Held(admit.params, list(admit.token_ids), admit.num_prompt)
         held = [self._held[slot] for slot in step.slots]
-        allowed: dict[int, list[int]] = {}
+        allowed: dict[int, list[list[int]]] = {}
         if step.masks is not None:
             width = len(step.masks.bits) // len(step.masks.rows)
             for index, row in enumerate(step.masks.rows):
                 bits = step.masks.bits[index * width : (index + 1) * width]
-                allowed[row] = [each for each in range(VOCAB) if bits[each // 8] >> each % 8 & 1]
+                found = [each for each in range(VOCAB) if bits[each // 8] >> each % 8 & 1]
+                allowed.setdefault(row, []).append(found)
         for index, (each, start, end) in enumerate(zip(held, step.starts, step.ends, strict=True)):
             drafted = len(step.drafts.get(index, ()))
             if index in step.ahead:
@@ -166,7 +168,8 @@ class Device(SimulatedExecutor):
             history = ids[: start + count] if drafted else self._now.known[row]
             ids[-1] = _digest(tuple(history)) % (VOCAB - 1)
         if row in self._now.allowed:
-            allowed = self._now.allowed[row]
+            step = self._now.step
+            allowed = self._now.allowed[row][start - step.starts[row] if row in step.drafts else 0]
             ids[-1] = allowed[ids[-1] % len(allowed)]
         return ids[-1]
 
