@@ -51,11 +51,11 @@ def classes() -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for name in sorted(files()):
         if name.endswith(".py"):
-            source = (ROOT / name).read_text()
-            for node in ast.walk(ast.parse(source)):
+            lines = (ROOT / name).read_text().split("\n")
+            for node in ast.walk(ast.parse("\n".join(lines))):
                 match node:
                     case ast.ClassDef(name=defined):
-                        body = re.findall(r"\w+", ast.get_source_segment(source, node) or "")
+                        body = re.findall(r"\w+", "\n".join(lines[node.lineno - 1 : node.end_lineno]))
                         found[defined] = found.get(defined, frozenset()) | frozenset(body)
                     case ast.Assign([ast.Name(defined)], ast.BinOp()):
                         found.setdefault(defined, frozenset())

@@ -18,6 +18,7 @@ from tests.engine.driver import Driver
 from tests.engine.states.models import make_state_model
 from tests.engine.tiny_models import VOCAB, save, widen
 from tests.families.configs import make_config
+from tests.nightly import NIGHTLY
 
 FAMILIES = [
     "llama4_text",
@@ -31,8 +32,9 @@ FAMILIES = [
 LENGTHS = (5, 37, 3, 11, 12, 13, 150)
 """Tokens of prompts, around the borders of chunks, and far beyond them."""
 NUM_NEW = 14
-LONG = 4096
+LONG = 4096 if NIGHTLY else 1024
 """Tokens of a long context, of which each query sees 16."""
+CHUNKS = (1, 7, 50, 1 << 20) if NIGHTLY else (7, 50)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Pat
             own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
         ]
     model = load(tmp_path)
-    for chunk in (1, 7, 50, 1 << 20):
+    for chunk in CHUNKS:
         driver = make_driver(model, chunk)
         requests = [driver.add(prompt, GREEDY) for prompt in prompts]
         driver.generate(requests, NUM_NEW, chunk=chunk, together=chunk != 50)

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 POSITIONS = 400
 
 
+@pytest.mark.diagonal("family", "dtype", columns=2, each=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", TRIED if NIGHTLY else TRIED[::2])
-def test_results_are_those_of_transformers_at_random_positions(family: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert check(family, dtype, POSITIONS) is None, dtype
+def test_results_are_those_of_transformers_at_random_positions(family: str, dtype: torch.dtype) -> None:
+    assert check(family, dtype, POSITIONS) is None
 
 
 def test_deviations_that_begin_late_are_found() -> None:

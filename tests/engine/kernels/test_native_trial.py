@@ -37,11 +37,13 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
 
 
+@pytest.mark.diagonal("family", "dtype", columns=2, each=1)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", TRIED)
-def test_families_that_the_kernels_know_are_computed_by_them(family: str, tmp_path: Path) -> None:
-    directory = make_family(tmp_path, family)
-    for dtype in DTYPES:
-        assert make_program(load(directory, dtype), BLOCK_SIZE) is not None, dtype
+def test_families_that_the_kernels_know_are_computed_by_them(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    assert make_program(load(make_family(tmp_path, family), dtype), BLOCK_SIZE) is not None
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
@@ -114,22 +116,21 @@ PLANTED: dict[str, tuple[str, Change]] = {
 }
 
 
+@pytest.mark.diagonal("what", "dtype", columns=2, each=1)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_term_that_is_planted_anywhere_is_found(
-    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    what: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where it acts on large numbers, on few positions or in one layer only."""
     path, change = PLANTED[what]
-    directory = make_family(tmp_path, "llama_llama3")
-    for dtype in DTYPES:
-        model = load(directory, dtype)
-        plant(model.module.get_submodule(path if path == "lm_head" else f"model.{path}"), change)
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            assert make_program(model, BLOCK_SIZE) is None
-        wanted = "what the embedding gives" if path == "embed_tokens" else " differs by "
-        assert "off for this model: " in caplog.text
-        assert wanted in caplog.text
+    model = load(make_family(tmp_path, "llama_llama3"), dtype)
+    plant(model.module.get_submodule(path if path == "lm_head" else f"model.{path}"), change)
+    with caplog.at_level("INFO"):
+        assert make_program(model, BLOCK_SIZE) is None
+    wanted = "what the embedding gives" if path == "embed_tokens" else " differs by "
+    assert "off for this model: " in caplog.text
+    assert wanted in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from engine.transfers.messages import NO_BLOCK
 from tests.engine.scheduling.ahead_schedules import PEER, SIZE, compare
 from tests.nightly import NIGHTLY
 
-NUM_SCHEDULES = 10_000 if NIGHTLY else 500
-CHUNK = 250
+NUM_SCHEDULES = 10_000 if NIGHTLY else 250
+CHUNK = 125
 
 
 @cache
@@ -43,15 +43,15 @@ def test_answers_are_those_without_steps_ahead(first: int) -> None:
 def test_the_schedules_reach_what_they_are_for() -> None:
     counts = counts_of(0) + counts_of(CHUNK)
     expected = {
-        "rows ahead": 3000,
-        "surplus rows": 150,
-        "preemptions": 50,
-        "requests that wait": 500,
-        "deaths": 100,
-        "deaths in the group": 100,
-        "with a step behind": 20,
-        "moves": 100,
-        "blocks of steps under way": 10,
+        "rows ahead": 1500,
+        "surplus rows": 75,
+        "preemptions": 25,
+        "requests that wait": 250,
+        "deaths": 50,
+        "deaths in the group": 50,
+        "with a step behind": 10,
+        "moves": 50,
+        "blocks of steps under way": 5,
     }
     assert {name: counts[name] for name in expected if counts[name] < expected[name]} == {}
 

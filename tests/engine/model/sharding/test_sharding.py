@@ -186,7 +186,15 @@ def mixed() -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp2_pp2", "pp3_uneven"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("tp2", marks=pytest.mark.nightly),
+        "tp4",
+        pytest.param("tp2_pp2", marks=pytest.mark.nightly),
+        "pp3_uneven",
+    ],
+)
 def test_sampling_chooses_what_one_worker_would(
     layout: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -233,7 +241,7 @@ def test_kv_heads_fewer_than_ranks_are_held_by_several(tmp_path: Path) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.nightly), "tp2_pp2"])
 def test_a_tied_embedding_is_cut_once(layout: str, tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path, "gemma3", tie_word_embeddings=True)
     alone = UniExecutor(settings(directory), read_model_info(directory), 1)
