@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -56,6 +57,7 @@ from engine.states.pool import own_zeros
 from engine.step import Span, Step, StepResult
 from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.piece_memory import PieceMemory
+from engine.vision.other_tower import reader_of
 from engine.weight_versions.shard_weights import ShardWeights
 from parallel.communicators.base import CollectiveError
 from parallel.devices import device_sharers
@@ -427,6 +429,8 @@ class UniExecutor(SpreadShard):
             )  # fmt: skip
             self._new_weights.num_steps = lambda: self._num_begun
             self._new_weights.drafts = self._drafts
+            if self.image_encoder is not None:
+                self._new_weights.read_tower = reader_of(self.image_encoder, Path(self._info.directory))
         return self._new_weights
 
     def give_back(self, part: MemoryPart) -> bool:

@@ -49,7 +49,7 @@ def read_again(
     sharded, cpu = None, torch.device("cpu")
     if not shard.is_whole:
         sharded = sharded_class(reader.model_class, reader.config, shard, share, whole_states=True)
-    with _default_type_of_this_thread():
+    with default_type_of_this_thread():
         return read_module(reader, sharded, share, cpu, cpu).eval().requires_grad_(False)
 
 
@@ -68,7 +68,7 @@ class _DefaultType(TorchFunctionMode):  # type: ignore[misc]
 
 
 @contextmanager
-def _default_type_of_this_thread() -> Iterator[None]:
+def default_type_of_this_thread() -> Iterator[None]:
     """Keep transformers from changing torch's default type, which is one for all threads.
 
     Steps are computed in others meanwhile.

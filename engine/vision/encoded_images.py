@@ -56,7 +56,7 @@ class EncodedImages:
 
     def __init__(self, tower: ImageTower, placeholder: int, most_bytes: int = MOST_BYTES) -> None:
         """``placeholder``: the token that stands for each row."""
-        self._tower = tower
+        self.tower = tower
         self._placeholder = placeholder
         self._most_bytes = most_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
@@ -69,6 +69,13 @@ class EncodedImages:
 
     def __repr__(self) -> str:
         return f"<EncodedImages, {len(self._kept)} kept, {self.num_encoded} encoded>"
+
+    def use(self, tower: ImageTower) -> None:
+        """Encode by another version's tower from the next step on; what another made is dropped."""
+        with self._changing:
+            self.tower = tower
+            self._kept.clear()
+            self._bytes = 0
 
     def begin(self, image: PromptImage, num_rows: int, done: Callable[[str, bool], None]) -> None:
         """See :class:`engine.executor_contract.ImageEncoder`."""
@@ -98,7 +105,7 @@ class EncodedImages:
                 found = self._rows_of(image, row.token_ids)
                 failed[index] |= found is None
                 parts.append(
-                    self._tower.no_rows(len(here)) if found is None else found[:, before : before + len(here)]
+                    self.tower.no_rows(len(here)) if found is None else found[:, before : before + len(here)]
                 )
                 input_ids[row.at + first - row.start + here] = -1 - (placed + np.arange(len(here)))
                 placed += len(here)
@@ -150,7 +157,8 @@ class EncodedImages:
             be_nicer(NICENESS)
         if (kept := self._find(image.digest, num_rows)) is not None:
             return kept
-        found = self._tower.encode(image)
+        tower = self.tower
+        found = tower.encode(image)
         self.num_encoded += 1
         if found.shape[1] != num_rows:
             raise WrongRows(
@@ -158,6 +166,8 @@ class EncodedImages:
                 f"the prompt: the checkpoint's processor and its weights do not fit each other"
             )
         with self._changing:
+            if tower is not self.tower:  # the weights changed meanwhile: a step encodes it again
+                return found
             if (before := self._kept.pop(image.digest, None)) is not None:
                 self._bytes -= before.nbytes
             self._kept[image.digest] = found

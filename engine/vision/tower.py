@@ -43,8 +43,8 @@ class ImageTower:
         """
         self._model = model
         self._hidden = hidden
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
 
     def __repr__(self) -> str:
         return f"<ImageTower of {type(self._model).__name__}>"
@@ -66,11 +66,11 @@ class ImageTower:
         if rows is None:  # Llama 4 projects outside of it
             rows = self._model.multi_modal_projector(found.last_hidden_state.flatten(0, -2))
         planes = [rows, *(getattr(found, "deepstack_features", None) or ())]
-        return torch.stack([self._rows(each) for each in planes]).to(self._dtype).contiguous()
+        return torch.stack([self._rows(each) for each in planes]).to(self.dtype).contiguous()
 
     def no_rows(self, count: int) -> torch.Tensor:
         """Rows of zeros in place of those of an image that cannot be encoded."""
-        return torch.zeros(1 + self.num_added, count, self._hidden, dtype=self._dtype, device=self._device)
+        return torch.zeros(1 + self.num_added, count, self._hidden, dtype=self.dtype, device=self.device)
 
     def _rows(self, found: Any) -> torch.Tensor:
         if isinstance(found, list | tuple):
@@ -80,14 +80,17 @@ class ImageTower:
     def _tensor(self, dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
         array = np.frombuffer(data, dtype=dtype).reshape(shape)
         tensor = torch.from_numpy(array.copy())
-        computes = computing_type(self._dtype, self._device)
-        return tensor.to(self._device, computes if tensor.is_floating_point() else None)
+        computes = computing_type(self.dtype, self.device)
+        return tensor.to(self.device, computes if tensor.is_floating_point() else None)
 
 
-def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> ImageTower:
+def load_tower(
+    directory: Path, dtype: torch.dtype, device: torch.device, weights: Path | None = None
+) -> ImageTower:
     """Read what a checkpoint has beside its language part.
 
     That is made without any layer, so its weights are not read but for the embedding, which is dropped.
+    ``weights``: directory of other weights of the same model, which may change afterwards; None: its own.
 
     Raises:
         CheckpointError: it has no encoder of images that transformers knows.
@@ -97,19 +100,23 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Ima
     try:
         with LOADING:  # transformers changes itself meanwhile, and not for one thread
             model = AutoModelForImageTextToText.from_pretrained(
-                directory,
+                weights or directory,
                 config=_without_layers(config),
                 dtype=computing_type(dtype, device),
                 local_files_only=True,
             )
     except Exception as error:  # whatever a config.json may do to transformers' code
         raise CheckpointError(
-            f"{directory}: the encoder of images cannot be read. transformers says: {first_line(error)}"
+            f"{weights or directory}: the encoder of images cannot be read. "
+            f"transformers says: {first_line(error)}"
         ) from error
     inner = getattr(model, "model", model).to(device).eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)
+    if weights is not None:  # its files may be mapped
+        for tensor in (*inner.parameters(), *inner.buffers()):
+            tensor.data = tensor.data.clone()
     return ImageTower(inner, hidden, dtype, device)
 
 

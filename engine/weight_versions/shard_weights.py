@@ -79,6 +79,9 @@ class ShardWeights:
         self.drafts: Drafts | None = None
         """What proposes tokens by layers of the checkpoint; None: nothing does."""
         self._next: PreparedWeights | None = None
+        self.read_tower: Callable[[Path], PreparedWeights] | None = None
+        """Reads another version's encoder of images; None: there is none here."""
+        self._next_tower: PreparedWeights | None = None
         self._next_drafts: PreparedWeights | None = None
         self._spread: SpreadWeights | None = None
         """Experts of the version that is prepared, where they are spread over instances."""
@@ -86,7 +89,6 @@ class ShardWeights:
         self.digest = ""
         """Digest of the version in use; empty: of the checkpoint that was loaded."""
         self._source = self._next_source = info.directory
-        self._takes_images = info.image_token is not None
         self.are_given_back = False
         """Whether no step can be computed before :meth:`switch`."""
 
@@ -134,9 +136,10 @@ class ShardWeights:
             self._spread.switch(self._next_digest)
             if self.are_given_back:  # no group is entered, which would bring its own
                 self._held.install(experts, self._free_memory)
-        if self._next_drafts is not None:
-            self._next_drafts.switch()
-        self._spread = self._next_drafts = None
+        for beside in (self._next_drafts, self._next_tower):
+            if beside is not None:
+                beside.switch()
+        self._spread = self._next_drafts = self._next_tower = None
         self.digest, self._next, self._next_digest = self._next_digest, None, ""
         self._source = self._next_source
         self.are_given_back = False
@@ -171,15 +174,14 @@ class ShardWeights:
             self._next.discard()
         if self._next_drafts is not None:
             self._next_drafts.discard()
-        self._next, self._spread, self._next_drafts, self._next_digest = None, None, None, ""
+        self._next = self._spread = self._next_drafts = self._next_tower = None
+        self._next_digest = ""
 
     def _check_model(self) -> None:
         if self._model.device.type != "cpu":
             raise WeightsRefused("new weights while an instance runs are not built for GPUs")
         if self._program is not None and self._program.sites is not None:
             raise WeightsRefused("new weights are not built for a mesh with adapters (--enable-lora)")
-        if self._takes_images:
-            raise WeightsRefused("new weights of models that take images are not built")
         if not self._settings.reads_weights or not self._stored:
             raise WeightsRefused("new weights need a checkpoint of safetensors files to begin with")
 
@@ -217,6 +219,8 @@ class ShardWeights:
         del module, found
         if self.drafts is not None:
             self._next_drafts = self.drafts.prepare(directory, files.open)
+        if self.read_tower is not None:
+            self._next_tower = self.read_tower(directory)
         return files.digest()
 
     def _check_memory(self, num_bytes: int) -> None:

@@ -69,7 +69,7 @@ def test_an_exception_of_the_tower_costs_its_request_only(
     wanted = submits()
     alone, _ = instance.answers(wanted, ALONE)
     images = instance.executor.image_encoder
-    encode, bad = images._tower.encode, wanted[1].images[0].digest
+    encode, bad = images.tower.encode, wanted[1].images[0].digest
     images._kept.clear()
 
     def encode_some(image: PromptImage) -> Any:
@@ -78,7 +78,7 @@ def test_an_exception_of_the_tower_costs_its_request_only(
         return encode(image)
 
     core = instance.core(How())
-    monkeypatch.setattr(images._tower, "encode", encode_some)
+    monkeypatch.setattr(images.tower, "encode", encode_some)
     found, (refusal,) = run(core, wanted)
     assert found == {number: alone[number] for number in (0, 2)}
     assert refusal.reason == "an image cannot be encoded by this model: size 7 is out of range"

@@ -63,7 +63,7 @@ class Planted:
         images = executor.image_encoder
         images._most_bytes = 0
         images._kept.clear()
-        encode = images._tower.encode
+        encode = images.tower.encode
 
         def encode_or_fail(image: PromptImage) -> Any:
             if self.is_on and image.digest == bad:
@@ -71,7 +71,7 @@ class Planted:
                 raise IndexError("planted")
             return encode(image)
 
-        images._tower.encode = encode_or_fail
+        images.tower.encode = encode_or_fail
 
 
 def check(

@@ -1,0 +1,102 @@
+"""New weights of models that take images: answers and rows of a fresh instance."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.messages import Submit
+from engine.model.weight_digest import whole_digest
+from engine.prompt_images import PromptImage
+from engine.weight_versions.contract import WeightsRefused
+from tests.engine.invariance.answers import ALONE, How, Instance, load, run
+from tests.engine.vision.test_images import submit_of
+from tests.engine.vision.tiny_vision_models import make_tiny_vision_model, seen_prompt
+from tests.engine.weight_versions.made import trained
+
+FAMILIES = ["llava", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen3_vl", "gemma3"))]
+
+
+def of_tower(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Other numbers of the encoder alone."""
+    is_part = "vision" in name or "visual" in name
+    return tensor * 1.5 + 0.1 if is_part and tensor.is_floating_point() else tensor
+
+
+def submits(family: str) -> list[Submit]:
+    return [submit_of(number, seen_prompt(family, 1 + number, num_images=number)) for number in range(3)]
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("numerics", ["auto", pytest.param("torch", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_after_an_update_are_those_of_a_fresh_instance(
+    family: str, numerics: str, tmp_path: Path
+) -> None:
+    directory, wanted = make_tiny_vision_model(tmp_path / "old", family), submits(family)
+    whole = trained(directory, tmp_path / "whole")
+    tower = trained(directory, tmp_path / "tower", change=of_tower)
+    instance: Instance = load(directory, dtype="float32", numerics=numerics)
+    weights, before = instance.executor.new_weights, instance.answers(wanted, ALONE)[0]
+    for version in (whole, tower):
+        after = load(version, dtype="float32", numerics=numerics).answers(wanted, ALONE)[0]
+        assert after != before
+        digest = whole_digest(shards(version))
+        assert weights.prepare(str(version)) == digest
+        shutil.rmtree(version)  # nothing of it depends on its files once it is prepared
+        weights.switch()
+        assert instance.answers(wanted, ALONE)[0] == after, "an image has the rows of other weights"
+        assert {each.weights for each in instance.executor.arithmetic()} == {digest}
+    weights.prepare(str(directory))
+    weights.switch()
+    assert instance.answers(wanted, ALONE)[0] == before
+
+
+def test_an_image_that_was_being_encoded_is_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_tiny_vision_model(tmp_path / "old", "llava")
+    tower = trained(directory, tmp_path / "tower", change=of_tower)
+    wanted = submits("llava")[1:2]
+    after = load(tower, dtype="float32").answers(wanted, ALONE)[0]
+    instance = load(directory, dtype="float32")
+    images, began, goes_on = instance.executor.image_encoder, threading.Event(), threading.Event()
+    encode = images.tower.encode
+
+    def encode_slowly(image: PromptImage) -> Any:
+        began.set()
+        assert goes_on.wait(30)
+        return encode(image)
+
+    monkeypatch.setattr(images.tower, "encode", encode_slowly)
+    (image,) = wanted[0].images
+    done = threading.Event()
+    images.begin(image, 25, lambda *_: done.set())
+    assert began.wait(30)
+    instance.executor.new_weights.prepare(str(tower))
+    instance.executor.new_weights.switch()
+    goes_on.set()
+    assert done.wait(30)
+    assert run(instance.core(How()), wanted) == after
+
+
+def test_a_tower_of_another_shape_is_refused(tmp_path: Path) -> None:
+    directory = make_tiny_vision_model(tmp_path / "old", "llava")
+
+    def wider(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor]) if "patch_embedding" in name else tensor
+
+    other, wanted = trained(directory, tmp_path / "other", change=wider), submits("llava")
+    instance = load(directory, dtype="float32")
+    before = instance.answers(wanted, ALONE)[0]
+    with pytest.raises(WeightsRefused, match="patch_embedding"):
+        instance.executor.new_weights.prepare(str(other))
+    assert instance.answers(wanted, ALONE)[0] == before
