@@ -301,9 +301,9 @@ def responses_call_tools() -> None:
 
 
 @check
-def responses_are_not_kept() -> None:
+def responses_are_not_kept_unless_asked() -> None:
     answer = client.responses.create(model=MODEL, input="Who?", max_output_tokens=2)
-    expect(openai.NotFoundError, lambda: client.responses.retrieve(answer.id), "not kept")
+    expect(openai.NotFoundError, lambda: client.responses.retrieve(answer.id), "no answer of this id")
 
 
 # ---- errors
