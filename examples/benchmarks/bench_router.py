@@ -227,6 +227,7 @@ def lockstep(args: argparse.Namespace, front_ends: int = 1, *flags: str) -> Iter
         routers = children_named(process, "lockstep: Router")
         assert len(routers) == front_ends, routers
         time.sleep(2)  # all front ends listen
+        wait_until_answers(port, "lockstep-moe")
         yield System(port, "lockstep-moe", routers)
 
 
