@@ -11,7 +11,7 @@ import openai
 from tests.mesh.harness import wait_until
 
 
-def batch_lines(count: int) -> bytes:
+def batch_lines(count: int, num_tokens: int = 60) -> bytes:
     """File of seeded requests."""
     lines = [
         {
@@ -21,7 +21,7 @@ def batch_lines(count: int) -> bytes:
             "body": {
                 "model": "lockstep-moe",
                 "messages": [{"role": "user", "content": f"Letter {number} begins"}],
-                "max_tokens": 60,
+                "max_tokens": num_tokens,
                 "temperature": 0.8,
                 "seed": number,
                 "ignore_eos": True,
