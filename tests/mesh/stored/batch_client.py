@@ -12,7 +12,7 @@ from tests.mesh.harness import wait_until
 
 
 def batch_lines(count: int, num_tokens: int = 60) -> bytes:
-    """File of seeded requests."""
+    """File of seeded requests, of ``num_tokens`` each on average: they end one after the other."""
     lines = [
         {
             "custom_id": f"line-{number}",
@@ -21,7 +21,7 @@ def batch_lines(count: int, num_tokens: int = 60) -> bytes:
             "body": {
                 "model": "lockstep-moe",
                 "messages": [{"role": "user", "content": f"Letter {number} begins"}],
-                "max_tokens": num_tokens,
+                "max_tokens": 2 + number % (2 * num_tokens),
                 "temperature": 0.8,
                 "seed": number,
                 "ignore_eos": True,

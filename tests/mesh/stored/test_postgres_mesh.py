@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from tests.mesh.harness import Command, Ports, serve, wait_until
-from tests.mesh.stored.batch_client import answers_of, batch_lines, begin_batch, finished, some_done
+from tests.mesh.stored.batch_client import answers_of, batch_lines, begin_batch, finished
 from tests.mesh.stored.resuming_client import Resumed, run
 from tests.mesh.stored.test_router_deaths import _call, _ended, anonymous
 from tests.router.postgres import new_database, server
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(500)]
 
 NUM_LINES = 40
 BODY: dict[str, Any] = {"model": "lockstep-moe", "temperature": 0.8, "seed": 3, "ignore_eos": True}
@@ -55,7 +55,6 @@ def test_another_host_goes_on_with_what_a_dead_one_has_left(tmp_path: Path) -> N
         # and with what both have left, once one of them is there again
         background = asyncio.run(_call(other.url, "POST", "", RESPONSE | {"background": True}))["id"]
         batch = begin_batch(other.url, lines)
-        wait_until(lambda: some_done(other.url, batch), 60)
         _kill(second)
         third = begun("third", one)
         ended = wait_until(lambda: _ended(one.url, background), 60)
