@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -158,5 +159,10 @@ class SleepFollowing:
 
 
 def _resident() -> float:
-    """Memory of this process, in MiB."""
-    return float(psutil.Process().memory_info().rss) / 2**20
+    """Memory of this instance, in MiB: of its process, and of workers that it began."""
+    this = psutil.Process()
+    total = 0
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            total += process.memory_info().rss
+    return total / 2**20

@@ -21,8 +21,14 @@ DENSE = "--no-enable-expert-parallel"
 
 
 def resident(mesh: PausedMesh) -> dict[int, float]:
-    """Memory of each instance, in MiB."""
-    return {each.rank: psutil.Process(each.pid).memory_info().rss / 2**20 for each in mesh.view().members}
+    """Memory of each instance with its workers, in MiB."""
+    found = {}
+    for each in mesh.view().members:
+        process = psutil.Process(each.pid)
+        found[each.rank] = sum(
+            one.memory_info().rss / 2**20 for one in (process, *process.children(recursive=True))
+        )
+    return found
 
 
 @pytest.mark.parametrize(
