@@ -229,6 +229,7 @@ class BatchRuns:
                     answering = group.create_task(self._answer(batch, number, text))
                     # Not in the task: one that is cancelled before its first step does nothing at all.
                     answering.add_done_callback(lambda _: self._window.leave())
+                    await asyncio.sleep(0)  # tokens of other requests come between two lines
         except* (StoreUnusable, BatchTaken) as errors:
             raise first_of(errors) from errors
 

@@ -55,3 +55,40 @@ def test_lines_that_failed_or_never_began_leave_their_room(lines_at_once: int) -
 
     asyncio.run(run())
     assert runs.lines_in_flight == 0
+
+
+class Counting(Unusable):
+    """One that knows in which turn of the event loop each line began."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.began: list[int] = []
+
+    async def answer(self, *_: Any) -> LineAnswer:
+        self.began.append(self.turn)
+        await asyncio.sleep(0.01)
+        return LineAnswer(False, b"computed")
+
+    async def count(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+class Taking(Unusable):
+    async def answer(self, *_: Any) -> Any:
+        return None
+
+
+def test_lines_begin_one_by_one_so_that_others_are_served_between_them() -> None:
+    computes: Any = Counting()
+    takes: Any = Taking()
+    runs = BatchRuns(computes, takes, computes, computes, BatchLimits(9, 1000, 9, 1.0))
+
+    async def run() -> None:
+        counting = asyncio.create_task(computes.count())
+        await asyncio.wait_for(runs._answer_all(BATCH), 5)
+        counting.cancel()
+
+    asyncio.run(run())
+    assert len(computes.began) == len(set(computes.began)) == 9
