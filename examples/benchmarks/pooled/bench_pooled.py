@@ -8,15 +8,21 @@ Models have the shapes of known ones and random weights. Texts are made-up words
 4 to 512. Each contender gets the same texts, turns them into tokens, and gives normalised vectors in float32;
 all compute in this process, on --threads threads, in turn. The best of --rounds counts. transformers
 (attention sdpa) and sentence-transformers compute batches of 32 texts of similar length, as the latter does
-by itself. It is left out where it is not installed; --site names a folder that has it.
+by itself. It is left out where it is not installed; --site names a folder that has it. --peers names a folder
+of examples/benchmarks/install_peers.sh: vLLM and llama.cpp, where they are there, compute BERTs beside, each
+in a process of its own that gets token ids.
 --realtime: measure with real-time priority on the last core, for a busy machine; needs the right to.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import base64
 import contextlib
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -70,6 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--median", type=float, default=32, help="median of the texts' tokens")
     parser.add_argument("--realtime", action="store_true")
+    parser.add_argument("--peers", type=Path, nargs="+", default=[], help="folders with vllm, llama.cpp")
     parser.add_argument("--site", type=Path, help="folder with sentence-transformers")
     args = parser.parse_args()
     if args.site:
@@ -84,6 +91,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             directory = make_model(Path(folder), name, args.layers)
             contenders = {each: made(directory, SHAPES[name][1]) for each, made in MAKERS.items()}
+            if SHAPES[name][0] == "bert":
+                contenders |= with_peers(directory, args.peers, args.threads)
             for batch in args.batches:
                 texts = texts_of(batch, args.median)
                 print_row(name, batch, texts, measured(contenders, texts, args))
@@ -174,7 +183,40 @@ MAKERS: dict[str, Callable[[Path, str], Contender | None]] = {
     "transformers sdpa": with_transformers,
     "sentence-transformers": sentence_transformers,
 }
-NAMES = list(MAKERS)
+PEERS = ("vllm", "llama.cpp")
+NAMES = [*MAKERS, *PEERS]
+
+
+def with_peers(directory: Path, folders: list[Path], threads: int) -> dict[str, Contender]:
+    """Contenders with a process of their own, of those that are installed."""
+    found = [(name, folder / name / "bin" / "python") for name in PEERS for folder in folders]
+    return {name: in_process(name, python, directory, threads) for name, python in found if python.exists()}
+
+
+def in_process(name: str, python: Path, directory: Path, threads: int) -> Contender:
+    script = Path(__file__).with_name("peer_embedder.py")
+    process = subprocess.Popen(
+        [str(python), str(script), name, str(directory), str(threads)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+    )  # fmt: skip
+    atexit.register(process.kill)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    if process.stdout.readline() != "ready\n":
+        sys.exit(f"{name} did not start: run {' '.join(map(str, process.args))}")  # type: ignore[arg-type]
+
+    def run(texts: list[str]) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ids = [each.ids for each in tokenizer.encode_batch_fast(texts)]
+        process.stdin.write(json.dumps(ids) + "\n")
+        process.stdin.flush()
+        vectors = np.frombuffer(base64.b64decode(process.stdout.readline()), np.float32)
+        return vectors.reshape(len(texts), -1)
+
+    return run
 
 
 def measured(

@@ -28,14 +28,19 @@ KILLS = 2
 
 
 @pytest.fixture
-def embedder(tmp_path: Path) -> Iterator[tuple[Command, Ports]]:
+def model(tmp_path: Path) -> Path:
     directory = make_checkpoint(tmp_path / "model", "bert", vocab_size=512)
     (tmp_path / "text").mkdir()
     written = tiny_tokenizer.write_model(tmp_path / "text")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((written / name).read_bytes())
+    return directory
+
+
+@pytest.fixture
+def embedder(tmp_path: Path, model: Path) -> Iterator[tuple[Command, Ports]]:
     ports = Ports()
-    with serve(tmp_path / "log", str(directory), "-dp", "3", *ports.head()) as command:
+    with serve(tmp_path / "log", str(model), "-dp", "3", *ports.head()) as command:
         command.wait_for("3 instances ready")
         yield command, ports
 
@@ -75,6 +80,28 @@ def test_each_input_is_answered_once_and_right(embedder: tuple[Command, Ports]) 
         for each in running:
             each.result(timeout=90)
     assert command.log.count("taken out") == KILLS
+
+
+@pytest.mark.nightly
+def test_kept_answers_have_the_bits_of_computed_ones(tmp_path: Path, model: Path) -> None:
+    ports, flags = Ports(), ("-dp", "2", "-q", "int8", "--pooling-cache", "1M")
+    with serve(tmp_path / "log", str(model), *flags, *ports.head()) as command:
+        command.wait_for("2 instances ready")
+
+        def embeddings(headers: dict[str, str]) -> Any:
+            body = {"input": ["one dog", "Hello fox"], "encoding_format": "base64"}
+            answer = httpx2.post(
+                f"{ports.url}/v1/embeddings", json=body, headers=headers, timeout=60, trust_env=False
+            )
+            assert answer.status_code == 200, answer.text
+            return answer.json()["data"]
+
+        kept = [embeddings({}) for _ in range(3)]
+        computed = [embeddings({"x-data-parallel-rank": rank}) for rank in "01"]
+        assert all(each == kept[0] for each in kept + computed)
+        page = httpx2.get(f"{ports.url}/metrics", trust_env=False).text
+        assert 'lockstep:pooling_cache_total{event="hit"} 4.0' in page
+        assert 'lockstep:pooling_cache_total{event="miss"} 2.0' in page
 
 
 def test_a_death_in_a_stream_of_ollamas_is_not_noticed(tmp_path: Path) -> None:

@@ -397,6 +397,21 @@ def test_the_model_is_shown_as_one_for_embeddings(embedder: Server) -> None:
     assert good(embedder.post("/api/show", {"model": "tiny"}))["capabilities"] == ["embedding"]
 
 
+def test_all_of_ollamas_endpoints_answer_for_an_embedder(embedder: Server) -> None:
+    for path in ("/api/tags", "/api/ps", "/api/version"):
+        assert good(embedder.client.get(path))
+    tagged = good(embedder.client.get("/api/tags"))["models"][0]
+    assert good(embedder.post("/api/embed", {"model": tagged["name"], "input": "a"}))["embeddings"]
+    bodies: dict[str, dict[str, Any]] = {
+        "/api/chat": {"messages": [{"role": "user", "content": "a"}]},
+        "/api/generate": {"prompt": "a"},
+    }
+    for path, body in bodies.items():
+        answer = embedder.post(path, {"model": tagged["name"], **body})
+        assert answer.status_code == 400
+        assert "/v1/embeddings" in answer.json()["error"]
+
+
 def test_a_deadline_ends_the_request(embedder: Server, tmp_path: Path) -> None:
     embedder.mesh.reset(lambda prompt: [])
     headers = {"x-request-timeout": "0.2"}
