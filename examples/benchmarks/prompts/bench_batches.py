@@ -38,7 +38,11 @@ from router.tools.bench.report import machine, summary
 from router.tools.local_mesh import mesh
 
 ENDPOINT = "/v1/completions"
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.1
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+}  # else it is the model's, which a batch has as its default
 LINES_OF_ENDLESS = 5000
 """Lines of a batch that does not end within a slice."""
 SHOWN = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
@@ -64,7 +68,8 @@ def lines_of(model: str, prompts: Sequence[list[int]], output_len: int) -> bytes
                 "max_tokens": output_len,
                 "ignore_eos": True,
                 "seed": number,
-            },
+            }
+            | SAMPLING,
         }
         for number, prompt in enumerate(prompts)
     ]
@@ -126,7 +131,7 @@ async def throughput(batches: Batches, llm: LLM, model: str, args: argparse.Name
                     raise SystemExit(f"not all lines have answers: {batch}")
             else:
                 params = [
-                    SamplingParams(max_tokens=args.output_len, ignore_eos=True, seed=number, temperature=1.0)
+                    SamplingParams(max_tokens=args.output_len, ignore_eos=True, seed=number, **SAMPLING)
                     for number in range(args.lines)
                 ]
                 began = time.perf_counter()
@@ -194,7 +199,7 @@ def main() -> None:
     add = parser.add_argument
     add("--model", default="lockstep-moe", help="(default: %(default)s)")
     add("-dp", type=int, default=1, help="instances (default: %(default)s)")
-    add("--lines", type=int, default=256, help="of a batch (default: %(default)s)")
+    add("--lines", type=int, default=512, help="of a batch (default: %(default)s)")
     add("--input-len", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
     add("--output-len", type=int, default=64, help="tokens of an answer (default: %(default)s)")
     add("--rounds", type=int, default=5, help="of the comparison with LLM; 0: none (default: %(default)s)")
