@@ -23,7 +23,7 @@ PROMPT_LOGPROBS_CHUNK = 256
 Each needs a row of logits. Without chunked prefill, the last of these prompts may go beyond the bound.
 """
 MOST_PUT_OFF = 8
-"""Steps that put a whole image off for decode rows, before it goes first."""
+"""Steps that put a whole image off, before it goes first."""
 
 
 class StepBudget:
