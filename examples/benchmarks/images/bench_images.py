@@ -18,8 +18,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
@@ -40,6 +41,9 @@ MOST_TOKENS = 1500
 """Tokens of a running answer: more than the images take."""
 SETTLE_SECONDS = 3.0
 """Seconds that the gaps of the running answers are taken alone, before any image."""
+
+VLLM_FLAGS = "--skip-mm-profiling"
+"""Else it encodes 32 images before it serves, which takes minutes."""
 
 Rates = dict[str, dict[str, list[float]]]
 """By system and measure, one of each repeat."""
@@ -83,12 +87,12 @@ async def images_of(url: str, count: int, concurrency: int) -> tuple[float, floa
     return count / seconds, statistics.median(each.ttft for each in results)
 
 
-async def decodes_beside(url: str) -> tuple[float, float, float]:
+async def decodes_beside(url: str, num_images: int) -> tuple[float, float, float]:
     """99th percentile of gaps in ms, alone and beside images, and images a second.
 
     The running answers are ended with the last image.
     """
-    targets = [target_of(url, images=1) for _ in range(NUM_IMAGES)]
+    targets = [target_of(url, images=1) for _ in range(num_images)]
     gaps: list[tuple[float, float]] = []
     """When each ended, and its seconds."""
     async with session() as http:
@@ -119,26 +123,33 @@ async def decodes_beside(url: str) -> tuple[float, float, float]:
         await asyncio.gather(*running, return_exceptions=True)
     alone = [gap for at, gap in gaps if first <= at < began]
     beside = [gap for at, gap in gaps if began <= at < ended]
-    return p99_ms(alone), p99_ms(beside), NUM_IMAGES / (ended - began)
+    return p99_ms(alone), p99_ms(beside), num_images / (ended - began)
 
 
 def p99_ms(seconds: Sequence[float]) -> float:
     return 1000 * statistics.quantiles(seconds, n=100)[98]
 
 
-async def measure(url: str, parts: Sequence[str]) -> dict[str, float]:
-    """All measures of one repeat."""
-    found: dict[str, float] = {}
-    if "images" in parts:
-        for concurrency in (1, 4):
-            rate, first = await images_of(url, 4 * concurrency, concurrency)
-            found[f"images/s, {concurrency} at once"] = rate
-            found[f"ms to the first token, {concurrency} at once"] = 1000 * first
+async def measure(
+    url: str, parts: Sequence[str], num_images: int, rounds: int
+) -> AsyncIterator[tuple[str, float]]:
+    """All measures of one repeat, as they come."""
     if "decodes" in parts:
-        alone, beside, rate = await decodes_beside(url)
-        found |= {"p99 gap alone, ms": alone, "p99 gap beside images, ms": beside}
-        found |= {"times as long": beside / alone, "images/s beside decodes": rate}
-    return found
+        alone, beside, rate = await decodes_beside(url, num_images)
+        yield "p99 gap alone, ms", alone
+        yield "p99 gap beside images, ms", beside
+        yield "times as long", beside / alone
+        yield "images/s beside decodes", rate
+    for concurrency in (1, 4) if "images" in parts else ():
+        rate, first = await images_of(url, rounds * concurrency, concurrency)
+        yield f"images/s, {concurrency} at once", rate
+        yield f"ms to the first token, {concurrency} at once", 1000 * first
+
+
+async def keep(cells: dict[str, list[float]], name: str, found: AsyncIterator[tuple[str, float]]) -> None:
+    async for measured, value in found:
+        cells.setdefault(measured, []).append(value)
+        print(f"{name}: {measured}: {value:.2f}", file=sys.stderr, flush=True)
 
 
 def parse_args() -> argparse.Namespace:
@@ -149,6 +160,8 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--parts", nargs="+", choices=["images", "decodes"], default=["images", "decodes"])
     add("--repeats", type=int, default=3, help="(default: %(default)s)")
+    add("--images", type=int, default=NUM_IMAGES, help="beside decodes (default: %(default)s)")
+    add("--rounds", type=int, default=4, help="images of each client (default: %(default)s)")
     add("--output-json", type=Path)
     return parser.parse_args()
 
@@ -161,6 +174,8 @@ def main() -> int:
     with ExitStack() as stack:
         urls = {}
         for name in args.systems:
+            if SYSTEMS[name].peer == "vllm":
+                SYSTEMS[name] = replace(SYSTEMS[name], command=f"{SYSTEMS[name].command} {VLLM_FLAGS}")
             if reason := SYSTEMS[name].lacks(model):
                 raise SystemExit(f"{name} {reason}")
             child, urls[name], log = stack.enter_context(started(name, model, args.dtype))
@@ -168,9 +183,8 @@ def main() -> int:
             asyncio.run(images_of(urls[name], 2, 1))  # warm
         for _ in range(args.repeats):
             for name, url in urls.items():
-                for measured, value in asyncio.run(measure(url, args.parts)).items():
-                    rates.setdefault(name, {}).setdefault(measured, []).append(value)
-                    print(f"{name}: {measured}: {value:.2f}", file=sys.stderr, flush=True)
+                found = measure(url, args.parts, args.images, args.rounds)
+                asyncio.run(keep(rates.setdefault(name, {}), name, found))
     print(f"{args.model.name}, {args.dtype}, on {machine()['cpu']}")
     print(f"machine before and after: {before}, {calibrate()}")
     for name, cells in rates.items():
