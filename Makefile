@@ -21,6 +21,8 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 PLAIN_PROCESSES ?= 3
 # These wait for a third of theirs.
 MESH_PROCESSES ?= 3
+# What to make shorter first.
+SLOW := --durations 40 --durations-min 2
 
 .PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly nightly-status fuzz crowd clients deployments programs screenshots simulate model mutations emulator clean
 
@@ -32,10 +34,10 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
+	LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal $(SLOW)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
+	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(SLOW) $(MESH_TESTS)
 endif
 
 house: $(STAMP)  ## measures of the code's structure: classes, functions, names, repeated lines, rooms, pages

@@ -111,6 +111,7 @@ def test_a_long_prompt_in_bfloat16_is_as_close_to_float32_as_with_torch(family: 
     assert found.problem(torch.bfloat16, is_mixture=is_mixture(family)) is None
 
 
+@pytest.mark.diagonal("family", "dtype", columns=2, each=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_behind_a_long_prompt_are_the_same_in_any_pieces(family: str, dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ from tests.engine.groups.test_lockstep_engine import (
 from tests.engine.invariance.answers import Line, line
 from tests.engine.model.test_expert_weights import load
 from tests.parallel.thread_group import thread_group
+from tests.waiting import until
 
 __all__ = ["directory", "reference"]  # fixtures
 
@@ -353,6 +354,15 @@ class March:
             thread.join(60)
         assert not failed
 
+    def finish(self) -> None:
+        """Step until all requests have their tokens."""
+
+        def all_is_said() -> bool:
+            self.steps(4)
+            return all(len(self.outputs[index]) == length(index) for index in self._at)
+
+        until(all_is_said, 240)
+
 
 def test_three_two_and_three_instances_give_the_same_tokens(
     directory: Path, reference: list[list[int]]
@@ -381,7 +391,7 @@ def test_three_two_and_three_instances_give_the_same_tokens(
         }
     for index in range(NUM_REQUESTS // 2, NUM_REQUESTS):
         march.submit(index, index % 3)
-    march.steps(60)
+    march.finish()
     assert [march.outputs[index] for index in range(NUM_REQUESTS)] == reference
 
 
@@ -431,8 +441,7 @@ def test_experts_that_move_between_devices_while_requests_run_change_no_bit(
             march.steps(6)
             if moves:
                 march.place(ranks, placement)
-        march.steps(50)
-        assert all(len(march.outputs[index]) == length(index) for index in range(NUM_REQUESTS))
+        march.finish()
         assert all(march.lines.values())
         found.append(march.lines)
     assert found[0] == found[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.finding import MODELS_DIRECTORY
 from engine.settings import adopt, resolve
-from engine.speculation.draft_model import DraftModel
-from tests.engine.invariance.answers import How, settings
-from tests.engine.invariance.mixed import longest_of, requests
-from tests.engine.oracle import knowing
+from tests.engine.invariance.answers import settings
 from tests.engine.speculation.eagle_models import RandomHead
 from tests.engine.speculation.test_draft_model import MOST, Drafting
-from tests.engine.speculation.test_prediction_layer import greedy
+from tests.engine.speculation.test_prediction_layer import WAYS, check_bits, check_proposals
 from tests.engine.states.models import SHIPPED_FILES, SHIPPED_VOCAB
 from tests.engine.tiny_models import make_tiny_model
 
@@ -76,58 +72,13 @@ def served(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     return Served(tmp_path_factory.mktemp("head") / "head", model, dict(FORMS[request.param]))
 
 
-WAYS = {"together": How(ngrams=True, caching=False), "chunks": How(ngrams=True, budget=24, caching=False)}
-WAYS["prefix hits"] = How(ngrams=True, seqs=2)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_proposals_are_what_torch_predicts(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of each request's context, up to rounding and a shared block's end.
-
-    What is drafted then is what follows, in part, so that tokens are accepted and refused.
-    """
-    seen: list[tuple[list[int], list[int]]] = []
-    own = DraftModel.propose
-
-    def propose(self: DraftModel, step: Any, texts: Any, tables: Any, result: Any) -> Any:
-        found = own(self, step, texts, tables, result)
-        known = {}
-        for row, proposal in found.proposals.items():
-            further = result.further.get(row)
-            end = step.starts[row] + 1 if row in step.drafts else step.ends[row]
-            end += 1 + (0 if further is None else len(further.tokens))
-            tokens = texts[step.slots[row]][:end].tolist()
-            seen.append((tokens, proposal))
-            following = follows(tokens, len(proposal))
-            known[row] = following if chance.random() < 0.5 else [*following[:1], *proposal[1:]]
-        return msgspec.structs.replace(found, proposals=known)
-
-    submits, chance = greedy(4), random.Random(2)
-    served.instance.always = True
-    plain, _ = served.instance.answers(submits, How())
-    follows = knowing([[*each.prompt_ids, *plain[each.request].token_ids] for each in submits])
-    monkeypatch.setattr(DraftModel, "propose", propose)
-    found, counters = served.instance.answers(submits, WAYS[way])
-    assert found == plain
-    assert counters.drafted_tokens > sum(counters.taken_by_place) > 30
-    right = [
-        served.head.predictions(tokens, len(proposal)) == proposal
-        for tokens, proposal in random.Random(0).sample(seen, min(40, len(seen)))
-    ]
-    assert len(right) > 20
-    assert sum(right) >= len(right) - 2, right
+def test_proposals_are_what_torch_predicts(served: Served, way: str) -> None:
+    check_proposals(served.instance, served.head.predictions, WAYS[way])
 
 
 def test_mixed_requests_have_the_bits_that_they_have_without_drafts(served: Served) -> None:
-    submits = requests(7, count=48, vocab_size=VOCAB, longest=80, most=20)
-    served.instance.always = False
-    expected, _ = served.instance.answers(submits, How())
-    scarce = longest_of(submits) // 16 * 16 + 64
-    for how in (How(ngrams=True), How(ngrams=True, budget=32, cache=scarce)):
-        found, counters = served.instance.answers(submits, how)
-        assert found == expected
-        assert counters.drafted_tokens > 0
-    assert counters.preemptions > 0
+    check_bits(served.instance)
 
 
 def refused(model: Path, head: Path, **device: Any) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -71,15 +73,15 @@ def greedy(count: int) -> list[Submit]:
     ]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [How(ngrams=True, caching=False), How(ngrams=True, budget=24, caching=False), How(ngrams=True, seqs=2)],
-    ids=["together", "chunks", "prefix hits"],
-)
-def test_proposals_are_what_torch_predicts(served: Served, how: How, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of each request's context, up to rounding and a shared block's end.
+WAYS = {"together": How(ngrams=True, caching=False), "chunks": How(ngrams=True, budget=24, caching=False)}
+WAYS["prefix hits"] = How(ngrams=True, seqs=2)
 
-    What is drafted then is what follows, in part, so that tokens are accepted and refused.
+
+def check_proposals(instance: Drafting, predictions: Callable[[list[int], int], list[int]], how: How) -> None:
+    """Assert that proposals are what torch predicts.
+
+    Keys are of each request's context, up to rounding and a shared block's end. What is drafted then is what
+    follows, in part, so that tokens are accepted and refused.
     """
     seen: list[tuple[list[int], list[int]]] = []
     own = DraftModel.propose
@@ -98,31 +100,41 @@ def test_proposals_are_what_torch_predicts(served: Served, how: How, monkeypatch
         return msgspec.structs.replace(found, proposals=known)
 
     submits, chance = greedy(4), random.Random(2)
-    served.instance.always = True
-    plain, _ = served.instance.answers(submits, How())
+    instance.always = True
+    plain, _ = instance.answers(submits, How())
     follows = knowing([[*each.prompt_ids, *plain[each.request].token_ids] for each in submits])
-    monkeypatch.setattr(DraftModel, "propose", propose)
-    found, counters = served.instance.answers(submits, how)
+    with mock.patch.object(DraftModel, "propose", propose):
+        found, counters = instance.answers(submits, how)
     assert found == plain
     assert counters.drafted_tokens > sum(counters.taken_by_place) > 30
     right = [
-        served.model.predictions(tokens, len(proposal)) == proposal
+        predictions(tokens, len(proposal)) == proposal
         for tokens, proposal in random.Random(0).sample(seen, min(40, len(seen)))
     ]
     assert len(right) > 20
     assert sum(right) >= len(right) - 2, right
 
 
-def test_mixed_requests_have_the_bits_that_they_have_without_drafts(served: Served) -> None:
-    submits = requests(7, count=48, vocab_size=served.instance.info.vocab_size, longest=80, most=20)
-    served.instance.always = False
-    expected, _ = served.instance.answers(submits, How())
+def check_bits(instance: Drafting) -> None:
+    """Assert that mixed requests have the bits that they have without drafts."""
+    submits = requests(7, count=48, vocab_size=instance.info.vocab_size, longest=80, most=20)
+    instance.always = False
+    expected, _ = instance.answers(submits, How())
     scarce = longest_of(submits) // 16 * 16 + 64
     for how in (How(ngrams=True), How(ngrams=True, budget=32, cache=scarce)):
-        found, counters = served.instance.answers(submits, how)
+        found, counters = instance.answers(submits, how)
         assert found == expected
         assert counters.drafted_tokens > 0
     assert counters.preemptions > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_proposals_are_what_torch_predicts(served: Served, way: str) -> None:
+    check_proposals(served.instance, served.model.predictions, WAYS[way])
+
+
+def test_mixed_requests_have_the_bits_that_they_have_without_drafts(served: Served) -> None:
+    check_bits(served.instance)
 
 
 def test_embedding_and_output_layer_are_in_memory_once(served: Served) -> None:

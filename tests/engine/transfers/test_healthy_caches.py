@@ -1,6 +1,6 @@
 """No healthy source is blamed, whatever happens to the cache and to the steps.
 
-Requests of each family find 400 cached blocks for each push, and 4,000 at night: 20,000 of all five. Nearly each
+Requests of each family find 150 cached blocks for each push, and 4,000 at night: 20,000 of all five. Nearly each
 request has one checked. ``LOCKSTEP_HITS`` is another number.
 """
 
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 __all__ = ["is_cheap"]
-HITS = int(os.environ.get("LOCKSTEP_HITS", "4000" if NIGHTLY else "400"))
+HITS = int(os.environ.get("LOCKSTEP_HITS", "4000" if NIGHTLY else "150"))
 FAMILIES = [
     "llama",
     "mistral",

@@ -98,13 +98,14 @@ def check_forgotten(ports: Ports, first: int, rank: int) -> None:
     assert ask(ports, first, rank)[2] == 0
 
 
+FLIPPED, MISPLACED = "a flipped bit", "another block's content"
 FAULTS: dict[str, Callable[[PlantedCache, list[bytes], list[bytes]], object]] = {
-    "a flipped bit": lambda cache, names, _: cache.flip(names[WRONG]),
-    "another block's content": lambda cache, names, others: cache.put_under(names[WRONG], others[WRONG]),
+    FLIPPED: lambda cache, names, _: cache.flip(names[WRONG]),
+    MISPLACED: lambda cache, names, others: cache.put_under(names[WRONG], others[WRONG]),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [FLIPPED, pytest.param(MISPLACED, marks=pytest.mark.nightly)])
 def test_a_fault_of_an_instance_s_own_memory_is_named(tmp_path: Path, fault: str) -> None:
     ports = Ports()
     with serve(tmp_path / "log", "-dp", "1", *ports.head(), *SHARED) as command:
@@ -120,7 +121,7 @@ def test_a_fault_of_an_instance_s_own_memory_is_named(tmp_path: Path, fault: str
         assert command.stop() == 0
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [pytest.param(FLIPPED, marks=pytest.mark.nightly), MISPLACED])
 def test_a_poisoned_transfer_is_named_and_its_source_not_asked_again(tmp_path: Path, fault: str) -> None:
     """The digests of the transfer are right: its source has something else in memory."""
     ports = Ports()
@@ -242,7 +243,7 @@ async def stream_and_look(
         return await asyncio.gather(*(one(rank) for rank in range(len(firsts))))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_running_requests_that_found_a_wrong_piece_are_listed_and_computed_again(
     tmp_path: Path, size: int
 ) -> None:

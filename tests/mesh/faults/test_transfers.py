@@ -215,7 +215,7 @@ async def streams(
         return await asyncio.gather(*asked)
 
 
-@pytest.mark.parametrize("where", ["host", "device"], indirect=True)
+@pytest.mark.parametrize("where", ["host", pytest.param("device", marks=pytest.mark.nightly)], indirect=True)
 def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path, where: str) -> None:
     ports = Ports()
     flags = [*FLAGS, "-dpl", "1", "--num-gpu-blocks-override", "1200", "--disaggregation-mode"]
