@@ -27,6 +27,8 @@ FORMAT = 3
 """Version of the capsule's format: raised where an older reader would misread it."""
 LATER_FORMAT = 4
 """Format of capsules that name weight versions or an adapter, unknown to older readers."""
+IMAGE_FORMAT = 5
+"""Format of capsules of prompts with images, which older readers would answer without them."""
 FIELD = "lockstep_capsule"
 """Field of an answer that holds its capsule."""
 DIGEST_PREFIX = "sha256:"
@@ -102,6 +104,36 @@ class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Empty if all tokens were computed in one class."""
 
 
+class CapsuleTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array that the encoder reads of an image."""
+
+    name: str
+    dtype: str
+    """As numpy names it."""
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    data: bytes
+    """In C order; base64 in JSON."""
+
+
+class CapsulePixels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image as its encoder gets it, once in a capsule."""
+
+    digest: str
+    """Its name in the prompts' blocks, in hexadecimal digits."""
+    tensors: tuple[CapsuleTensor, ...]
+
+
+class CapsulePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Place of an image in a prompt: its rows are among the tokens [first, end)."""
+
+    prompt: Annotated[int, Meta(ge=0)]
+    """Index of the prompt."""
+    first: Annotated[int, Meta(ge=0)]
+    end: Annotated[int, Meta(ge=0)]
+    digest: str
+    """Digest of its pixels."""
+
+
 class CapsuleWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weight versions that made the tokens of one choice."""
 
@@ -137,12 +169,41 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Weight versions by choice; empty where all are those of the mesh's start."""
     adapter: CapsuleAdapter | None = None
     """Low-rank adapter of all choices; None: the model itself gave them."""
+    images: tuple[CapsulePixels, ...] = ()
+    """Images of all prompts, each once."""
+    places: tuple[CapsulePlace, ...] = ()
+    """Where these are."""
     request: str = ""
     """Digest of the request's body, as it came."""
     digest: str = ""
     """Digest of the other fields but the signature."""
     signature: CapsuleSignature | None = None
     """Signature of the other fields, where the mesh has a key."""
+
+
+class ReplayImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image of a prompt that is computed again."""
+
+    first: Annotated[int, Meta(ge=0)]
+    end: Annotated[int, Meta(ge=0)]
+    tensors: tuple[CapsuleTensor, ...]
+
+
+def images_of(capsule: Capsule, prompt: int) -> tuple[ReplayImage, ...]:
+    """Images of the prompt with this index.
+
+    Raises:
+        CapsuleError: a place is of an image that the capsule lacks.
+    """
+    pixels = {each.digest: each.tensors for each in capsule.images}
+    try:
+        return tuple(
+            ReplayImage(each.first, each.end, pixels[each.digest])
+            for each in capsule.places
+            if each.prompt == prompt
+        )
+    except KeyError as error:
+        raise CapsuleError(f"the capsule lacks the pixels of image {error}", CapsuleProblem.EDITED) from error
 
 
 def tokens_of_first_weights(capsule: Capsule, index: int) -> int | None:
@@ -162,6 +223,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: Seed
     sample_index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     adapter: CapsuleAdapter | None = None
+    images: tuple[ReplayImage, ...] = ()
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,11 +275,11 @@ def read(text: bytes) -> Capsule:
     """
     try:
         version = msgspec.json.decode(text, type=_Head).format
-        if version not in (FORMAT, LATER_FORMAT):
+        if version not in (FORMAT, LATER_FORMAT, IMAGE_FORMAT):
             named = "has no version" if version is None else f"has format {version}"
             raise CapsuleError(
                 f"the capsule {named}, and this version of Lockstep "
-                f"reads formats {FORMAT} and {LATER_FORMAT}: "
+                f"reads formats {FORMAT} to {IMAGE_FORMAT}: "
                 "use the version of Lockstep that made it",
                 CapsuleProblem.VERSION,
             )

@@ -10,16 +10,21 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from coordinator.numerics import Numerics
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
 from router.capsule import (
     FIELD,
     FORMAT,
+    IMAGE_FORMAT,
     LATER_FORMAT,
     Capsule,
     CapsuleAdapter,
     CapsuleModel,
+    CapsulePixels,
+    CapsulePlace,
     CapsulePrompt,
     CapsuleSample,
+    CapsuleTensor,
     CapsuleWeights,
     class_name_of,
     written,
@@ -54,15 +59,24 @@ def capsule_of(
     weights = tuple(CapsuleWeights(sample.index, tuple(sample.weight_spans)) for sample in samples)
     if not any(span.number or span.label for each in weights for span in each.spans):
         weights = ()
+    groups = _by_prompt(samples)
+    pixels = {image.digest: _pixels(image) for group in groups for image in group[0].prompt.images}
+    places = tuple(
+        CapsulePlace(number, image.first, image.end, image.digest.hex())
+        for number, group in enumerate(groups)
+        for image in group[0].prompt.images
+    )
     capsule = Capsule(
-        format=LATER_FORMAT if weights or adapter is not None else FORMAT,
+        format=IMAGE_FORMAT if places else LATER_FORMAT if weights or adapter is not None else FORMAT,
         id=id,
         created=created,
         model=model_of(model),
         numerics=tuple(each for name, each in known.items() if name in used),
-        prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
+        prompts=tuple(_prompt(group, params) for group in groups),
         weights=weights,
         adapter=adapter,
+        images=tuple(pixels.values()),
+        places=places,
         request=request,
     )
     return written(capsule, key)
@@ -103,6 +117,11 @@ def _prompt(samples: Sequence[OutputStream], params: SamplingParams) -> CapsuleP
         seed=str(asked.seed),
         samples=tuple(_sample(sample) for sample in samples),
     )
+
+
+def _pixels(image: PromptImage) -> CapsulePixels:
+    tensors = (CapsuleTensor(each.name, each.dtype, each.shape, each.data) for each in image.tensors)
+    return CapsulePixels(image.digest.hex(), tuple(tensors))
 
 
 def asked_params(asked: Prompt, params: SamplingParams) -> SamplingParams:

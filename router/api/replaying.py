@@ -27,6 +27,7 @@ from router.capsule import CapsuleModel, ReplayAnswer, ReplayRequest
 from router.errors import ApiError, bad_request, refuse
 from router.http.body import decoder
 from router.http.large_bodies import run_sized
+from router.images.replayed import taken_from
 from router.mesh import Mesh, Prompt, ServedModel
 from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
@@ -237,6 +238,7 @@ def sample_of(
         rank=terms.rank,
         cache_salt=uuid.uuid4().hex,
         adapter="" if wanted.adapter is None else wanted.adapter.digest,
+        images=taken_from(wanted.images),
         repeatable=True,
     )
     stops = StopStrings(params.stop) if params.stop else None

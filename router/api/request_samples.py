@@ -56,8 +56,6 @@ def make_samples(
     repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
     for prompt in understood.prompts:
-        if prompt.images and terms.records:
-            refuse("Capsules of prompts with images are not built: leave X-Lockstep-Capsule out.", "messages")
         seed = chance.getrandbits(63) if params.seed is None else params.seed
         max_tokens = _room_for(prompt, understood)
         single = Prompt(

@@ -92,7 +92,7 @@ def edited(**changes: Any) -> bytes:
         (edited(token_ids=[5, "6", 7]), "edited, or is none: Expected `int`, got `str`"),
         (edited(more=1), "unknown field `more`"),
         (b'{"format":3}', "missing required field"),
-        (b'{"format":2,"other":1}', "has format 2, and this version of Lockstep reads formats 3 and 4"),
+        (b'{"format":2,"other":1}', "has format 2, and this version of Lockstep reads formats 3 to 5"),
         (b'{"prompts":[],"digest":""}', "the capsule has no version"),
         (b"[]", "edited, or is none: Expected `object`"),
         (written(CAPSULE)[:-40], "cut off, or no JSON"),

@@ -12,11 +12,13 @@ import msgspec
 from coordinator.numerics import UNKNOWN, VARIANT, Numerics
 from router.capsule import (
     Capsule,
+    CapsuleError,
     CapsulePrompt,
     CapsuleSample,
     ReplayAnswer,
     ReplayRequest,
     class_name_of,
+    images_of,
     tokens_of_first_weights,
 )
 from router.errors import one_line
@@ -199,6 +201,10 @@ def request_of(capsule: Capsule, prompt: CapsulePrompt, sample: CapsuleSample) -
     """
     if sample.system_fingerprint is None:
         raise Unusable("its instance named no numerics class, so no other can be chosen: it was an older one")
+    try:
+        images = images_of(capsule, capsule.prompts.index(prompt))
+    except CapsuleError as error:
+        raise Unusable(str(error)) from error
     name = class_name_of(sample.system_fingerprint)
     known = {each.fingerprint: each for each in capsule.numerics}
     unknown = Numerics(name, UNKNOWN, UNKNOWN, invariant=not name.endswith(VARIANT))
@@ -210,6 +216,7 @@ def request_of(capsule: Capsule, prompt: CapsulePrompt, sample: CapsuleSample) -
         seed=prompt.seed,
         sample_index=sample.sample_index,
         adapter=capsule.adapter,
+        images=images,
     )
 
 

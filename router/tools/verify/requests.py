@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import msgspec
+from msgspec.structs import astuple
 
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
 from router.api.bodies import READERS
 from router.api.capsules import asked_params
 from router.api.headers import RequestTerms
 from router.api.request_samples import make_samples
 from router.api.understanding import Understanding, Understood, Wanted
-from router.capsule import DIGEST_PREFIX, Capsule, CapsulePrompt
+from router.capsule import DIGEST_PREFIX, Capsule, CapsuleError, CapsulePrompt, images_of
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.mesh import ServedModel
@@ -86,7 +88,10 @@ class SentRequests:
             self._difference(prompt, sample, understood)
             for prompt, sample in zip(capsule.prompts, expected, strict=True)
         )
-        return next((each for each in found if each), None)
+        images = (
+            _other_images(capsule, number, sample.prompt.images) for number, sample in enumerate(expected)
+        )
+        return next((each for each in (*found, *images) if each), None)
 
     def _difference(self, prompt: CapsulePrompt, sample: OutputStream, understood: Understood) -> str | None:
         ids, wanted = prompt.prompt_ids, sample.prompt.prompt_ids
@@ -109,6 +114,17 @@ class SentRequests:
 
     def _text(self, token_id: int | None) -> str:
         return "its end" if token_id is None else f"{token_id} {self._model.tokenizer.decode([token_id])!r}"
+
+
+def _other_images(capsule: Capsule, number: int, asked: Sequence[PromptImage]) -> str | None:
+    """Why a capsule's images of a prompt are not the request's; None if they are."""
+    try:
+        found = images_of(capsule, number)
+    except CapsuleError as error:
+        return str(error)
+    wanted = [(each.first, each.end, *map(astuple, each.tensors)) for each in asked]
+    here = [(each.first, each.end, *map(astuple, each.tensors)) for each in found]
+    return None if here == wanted else "its images are not the request's"
 
 
 def other_params(params: SamplingParams, asked: SamplingParams) -> list[str]:

@@ -14,6 +14,7 @@ from router.api.headers import RequestTerms
 from router.api.replaying import check_adapter, check_sample, sample_of
 from router.capsule import CapsulePrompt, CapsuleSample, tokens_of_first_weights
 from router.errors import ApiError
+from router.images.replayed import taken_from
 from router.mesh import Prompt
 from router.recorded import Logprob, Recorder, end_of
 from router.text.text_model import TextModel
@@ -144,7 +145,11 @@ def score(scorer: Computes, jobs: Sequence[SampleCheck]) -> None:
         prompt, answer = job.prompt.prompt_ids, job.sample.result.token_ids[: job.up_to]
         ids = [*prompt, *answer][: scorer.max_model_len - 1]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        wanted.append(Recorded(Submit(0, "score", ids, params, 0), ()))
+        try:
+            images = taken_from(request_of(job.saved.capsule, job.prompt, job.sample).images)
+        except (ApiError, Unusable):  # said where it could not be drawn
+            images = ()
+        wanted.append(Recorded(Submit(0, "score", ids, params, 0, images=images), ()))
 
     def take(index: int, delta: Delta) -> bool:
         job, found = jobs[index], delta.prompt_logprobs or []
@@ -166,4 +171,5 @@ def _submit_of(prompt: Prompt) -> Submit:
         seed=prompt.seed,
         sample_index=prompt.sample_index,
         adapter=prompt.adapter,
+        images=prompt.images,
     )

@@ -20,7 +20,7 @@ from engine.verification.scorer import Recorded, Scorer
 from router.api.capsules import capsule_of, model_of
 from router.api.headers import RequestTerms
 from router.api.replaying import sample_of
-from router.capsule import Capsule, CapsuleAdapter, ReplayRequest, read, with_adapter, written
+from router.capsule import Capsule, CapsuleAdapter, ReplayImage, ReplayRequest, read, with_adapter, written
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.recorded import Recorder
@@ -74,6 +74,7 @@ class Server:
         seed: int = 7,
         claimed: Numerics | None = None,
         adapter: str = "",
+        images: tuple[ReplayImage, ...] = (),
     ) -> Capsule:
         """The capsule of an answer, drawn token by token; ``claimed``: its class.
 
@@ -93,6 +94,7 @@ class Server:
                 seed=str(seed),
                 sample_index=index,
                 adapter=adapted,
+                images=images,
             )
             stream = sample_of(request, self.text, RequestTerms(id=f"cmpl-{index}"), Recorder())
             stream.index, stream.fingerprint = index, numerics.fingerprint
@@ -101,8 +103,9 @@ class Server:
             streams.append(stream)
             asked = stream.prompt
             submit = Submit(
-                0, asked.request_id, asked.prompt_ids, asked.params, asked.seed, index, adapter=digest
-            )
+                0, asked.request_id, asked.prompt_ids, asked.params, asked.seed, index, adapter=digest,
+                images=asked.images,
+            )  # fmt: skip
             wanted.append(Recorded(submit, ()))
 
         def take(index: int, delta: Delta) -> bool:

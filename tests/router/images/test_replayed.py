@@ -1,0 +1,90 @@
+"""Images of capsules: what no processor writes is refused, and names are their own."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from router.capsule import (
+    Capsule,
+    CapsuleError,
+    CapsuleModel,
+    CapsulePixels,
+    CapsulePlace,
+    CapsulePrompt,
+    CapsuleTensor,
+    ReplayImage,
+    images_of,
+    read,
+    written,
+)
+from router.errors import ApiError
+from router.images.replayed import taken_from
+
+PIXELS = CapsuleTensor("pixel_values", "float32", (4, 2), struct.pack("8f", *range(8)))
+GRID = CapsuleTensor("image_grid_thw", "int64", (1, 3), struct.pack("3q", 1, 2, 2))
+MASK = CapsuleTensor("pixel_attention_mask", "int64", (1, 20), struct.pack("20q", *[1] * 20))
+IMAGE = ReplayImage(1, 5, (PIXELS, GRID, MASK))
+
+
+def test_images_have_names_of_their_own() -> None:
+    (found,), (other,) = taken_from([IMAGE]), taken_from([replace(IMAGE, tensors=(PIXELS, GRID))])
+    assert (found.first, found.end, found.grid) == (1, 5, (1, 2, 2))
+    assert len(found.digest) == 16
+    assert found.digest != other.digest
+    assert taken_from([replace(IMAGE, first=2, end=6)])[0].digest == found.digest
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (replace(PIXELS, data=PIXELS.data[:-4]), "other bytes than its shape"),
+        (replace(PIXELS, dtype="object"), "numbers of type 'object'"),
+        (replace(GRID, data=struct.pack("3q", 1, 3, 3)), "larger than the image's pixels"),
+        (replace(GRID, data=struct.pack("3q", 1, -2, -2)), "larger than the image's pixels"),
+        (replace(GRID, name="image_sizes", data=struct.pack("3q", 1, 1 << 14, 1 << 14)), "larger than"),
+        (replace(MASK, data=struct.pack("20q", *[1] * 19, 2)), "larger than the image's pixels"),
+    ],
+)
+def test_numbers_that_no_processor_writes_are_refused(bad: CapsuleTensor, problem: str) -> None:
+    tensors = tuple(
+        bad if each.data != PIXELS.data or bad.name == each.name else each for each in IMAGE.tensors
+    )
+    with pytest.raises(ApiError, match=problem) as caught:
+        taken_from([replace(IMAGE, tensors=(PIXELS, *tensors, bad))])
+    assert caught.value.status == 400
+
+
+def test_too_many_tensors_are_refused() -> None:
+    with pytest.raises(ApiError, match="0 tensors"):
+        taken_from([replace(IMAGE, tensors=())])
+    with pytest.raises(ApiError, match="9 tensors"):
+        taken_from([replace(IMAGE, tensors=(PIXELS,) * 9)])
+
+
+def capsule() -> Capsule:
+    from engine.sampling import SamplingParams
+
+    prompt = CapsulePrompt((1, 2, 3), SamplingParams(max_tokens=1), "1", ())
+    return Capsule(
+        format=5, id="chatcmpl-1", created=1, model=CapsuleModel("m", "f", "t", ""), numerics=(),
+        prompts=(prompt,), images=(CapsulePixels("ab", (PIXELS,)),),
+        places=(CapsulePlace(0, 0, 1, "ab"), CapsulePlace(0, 1, 2, "ab")),
+    )  # fmt: skip
+
+
+def test_pixels_are_once_in_a_capsule_and_cannot_be_edited() -> None:
+    text = written(capsule())
+    found = read(text)
+    assert [each.tensors for each in images_of(found, 0)] == [(PIXELS,), (PIXELS,)]
+    assert images_of(found, 1) == ()
+    fields = msgspec.json.decode(text)
+    fields["images"][0]["tensors"][0]["data"] = "A" + fields["images"][0]["tensors"][0]["data"][1:-2] + "=="
+    fields["images"][0]["tensors"][0]["data"] = fields["images"][0]["tensors"][0]["data"].replace("=", "A")
+    with pytest.raises(CapsuleError, match="edited"):
+        read(msgspec.json.encode(fields))
+    with pytest.raises(CapsuleError, match="lacks the pixels of image 'cd'"):
+        images_of(replace(capsule(), places=(CapsulePlace(0, 0, 1, "cd"),)), 0)
