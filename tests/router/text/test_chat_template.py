@@ -78,7 +78,7 @@ def test_what_stands_beside_a_text_is_for_the_template() -> None:
     [
         (
             [{"type": "image_url", "image_url": {"url": "http://x"}}],
-            "part of type 'image_url', but this model",
+            "is of type 'image_url', but this model",
         ),
         ([{"type": "text"}], "a text part without text"),
         ([{"type": "text", "text": 3}], "a text part without text"),
