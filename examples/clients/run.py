@@ -105,7 +105,7 @@ CLIENTS = {
     "cohere": Client("pooled/use_cohere.py", ["cohere==7.3.1"], pools=True),
     "langchain-embeddings": Client(
         "pooled/use_langchain_embeddings.py",
-        ["langchain-openai==1.7.4", "langchain-cohere==0.6.0"],
+        ["langchain-openai==1.7.4", "langchain-cohere==0.6.0", "numpy"],
         pools=True,
     ),
     "llama-index": Client(
