@@ -34,11 +34,12 @@ from router.tools.bench.report import RequestResult, machine
 
 NUM_IMAGES = 20
 NUM_DECODES = 4
-PROMPT = [*range(300, 428)]
+LOWEST_ID = 300
+PROMPT = [*range(LOWEST_ID, LOWEST_ID + 128)]
 ANSWER = 8
 """Tokens of an answer about an image."""
 MOST_TOKENS = 1500
-"""Tokens of a running answer: more than the images take."""
+"""Tokens of a running answer, which another one follows."""
 SETTLE_SECONDS = 3.0
 """Seconds that the gaps of the running answers are taken alone, before any image."""
 
@@ -98,26 +99,27 @@ async def decodes_beside(url: str, num_images: int) -> tuple[float, float, float
     async with session() as http:
 
         async def decode(number: int) -> None:
-            latest: float | None = None
+            for turn in itertools.count():  # until it is cancelled
+                latest: float | None = None
 
-            def on_token(now: float) -> None:
-                nonlocal latest
-                if latest is not None:
-                    gaps.append((now, now - latest))
-                latest = now
+                def on_token(now: float) -> None:
+                    nonlocal latest
+                    if latest is not None:
+                        gaps.append((now, now - latest))
+                    latest = now
 
-            prompt = BenchRequest([number, *PROMPT], MOST_TOKENS)
-            await send(http, target_of(url), prompt, on_token=on_token)
+                prompt = BenchRequest([number, LOWEST_ID + turn, *PROMPT], MOST_TOKENS)
+                checked([await send(http, target_of(url), prompt, on_token=on_token)])
 
-        running = [asyncio.create_task(decode(300 + number)) for number in range(NUM_DECODES)]
+        running = [asyncio.create_task(decode(LOWEST_ID + number)) for number in range(NUM_DECODES)]
         await asyncio.sleep(1.0)  # all of them decode
         first = time.perf_counter()
         await asyncio.sleep(SETTLE_SECONDS)
         began = time.perf_counter()
         checked(await asyncio.gather(*(send(http, each, BenchRequest("", ANSWER)) for each in targets)))
         ended = time.perf_counter()
-        if any(task.done() for task in running):
-            raise SystemExit("a running answer ended before the images: raise MOST_TOKENS")
+        if failed := next((task for task in running if task.done()), None):
+            failed.result()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
