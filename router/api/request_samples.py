@@ -23,10 +23,12 @@ UNPREDICTABLE = random.SystemRandom()
 
 MAX_SAMPLES = 1024
 """Prompts times ``n`` of one request."""
+MOST_PIXEL_BYTES = 16 << 20
+"""Image bytes of a capsule."""
 MAX_PROMPT_LOGPROBS = 1 << 22
-"""Most log-probabilities of a request's prompts, times ``n``.
+"""Log-probabilities of prompts, times ``n``.
 
-They take most of a gigabyte while the answer is made.
+They take most of a gigabyte.
 """
 
 
@@ -56,6 +58,8 @@ def make_samples(
     repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
     for prompt in understood.prompts:
+        if terms.records:
+            _check_pixels(prompt)
         seed = chance.getrandbits(63) if params.seed is None else params.seed
         max_tokens = _room_for(prompt, understood)
         single = Prompt(
@@ -87,6 +91,17 @@ def make_samples(
                 OutputStream(index, wanted, params, tokenizer, shown=prompt, stops=stops, recorder=recorder)
             )
     return samples
+
+
+def _check_pixels(prompt: PromptText) -> None:
+    """Refuse a capsule of large images: while a router writes them, its other answers wait."""
+    size = sum(each.num_bytes for each in prompt.images)
+    if size > MOST_PIXEL_BYTES:
+        refuse(
+            f"A capsule holds up to {MOST_PIXEL_BYTES >> 20} MiB of images as the encoder gets them, and "
+            f"these have {size / 2**20:.1f} MiB: leave X-Lockstep-Capsule out.",
+            "messages",
+        )
 
 
 def _wants_experts(understood: Understood) -> bool:

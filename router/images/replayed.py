@@ -22,10 +22,11 @@ FEW = 16
 Longer ones are masks: each number is 0 or 1.
 """
 ORIGINAL = "image_sizes"
-"""Name of the tensor with an image's size before it was cut and scaled."""
+"""Name of the tensor with that size."""
 MOST_PIXELS = 1 << 26
-"""Pixels of that."""
+"""Pixels of an image before it was cut and scaled."""
 MOST_TENSORS = 8
+"""Arrays of an image."""
 
 
 def taken_from(images: Sequence[ReplayImage]) -> tuple[PromptImage, ...]:

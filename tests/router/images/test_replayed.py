@@ -8,6 +8,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine.prompt_images import ImageTensor, PromptImage
+from engine.sampling import SamplingParams
+from router.api.headers import RequestTerms
+from router.api.request_samples import MOST_PIXEL_BYTES, make_samples
+from router.api.understanding import Understood
 from router.capsule import (
     Capsule,
     CapsuleError,
@@ -21,8 +26,13 @@ from router.capsule import (
     read,
     written,
 )
+from router.config import HttpConfig
 from router.errors import ApiError
 from router.images.replayed import taken_from
+from router.openai_api import CompletionRequest
+from router.text.prompt_text import PromptText
+from router.text.text_model import TextModel
+from router.turns.turn_format import TurnFormat
 
 PIXELS = CapsuleTensor("pixel_values", "float32", (4, 2), struct.pack("8f", *range(8)))
 GRID = CapsuleTensor("image_grid_thw", "int64", (1, 3), struct.pack("3q", 1, 2, 2))
@@ -66,8 +76,6 @@ def test_too_many_tensors_are_refused() -> None:
 
 
 def capsule() -> Capsule:
-    from engine.sampling import SamplingParams
-
     prompt = CapsulePrompt((1, 2, 3), SamplingParams(max_tokens=1), "1", ())
     return Capsule(
         format=5, id="chatcmpl-1", created=1, model=CapsuleModel("m", "f", "t", ""), numerics=(),
@@ -88,3 +96,15 @@ def test_pixels_are_once_in_a_capsule_and_cannot_be_edited() -> None:
         read(msgspec.json.encode(fields))
     with pytest.raises(CapsuleError, match="lacks the pixels of image 'cd'"):
         images_of(replace(capsule(), places=(CapsulePlace(0, 0, 1, "cd"),)), 0)
+
+
+def test_capsules_have_a_bound_on_pixels(text_model: TextModel) -> None:
+    image = PromptImage(
+        0, 1, b"d" * 16, (ImageTensor("pixel_values", "float32", (1,), bytes(MOST_PIXEL_BYTES + 4)),)
+    )
+    prompt = PromptText([1, 2], images=(image,))
+    wanted, params = CompletionRequest(prompt="x"), SamplingParams(max_tokens=1)
+    understood = Understood(wanted, text_model, params, [prompt], TurnFormat(wanted, HttpConfig()))
+    with pytest.raises(ApiError, match="up to 16 MiB of images"):
+        make_samples(understood, RequestTerms(id="1", records=True, records_logprobs=True))
+    assert make_samples(understood, RequestTerms(id="1"))
