@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from engine.host.deferred import run_deferred
 from engine.model.checkpoint import ModelInfo, chosen_dtype
 from engine.model.host_digest import HostDigest, host_digest
 from engine.pooling.pooling_model import PooledInput, PoolingModel
+from engine.pooling.sentence_files import DENSE_WEIGHTS, read_sentence_files
 from engine.pooling_params import Pooled
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
 
@@ -93,6 +95,7 @@ class PoolingExecutor:
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
         weights = "" if self._digest is None else self._digest.result()
+        weights = weights and with_dense_layers(weights, Path(self._info.directory))
         native = None if self._model is None else self._model.native
         if native is not None:
             return [Arithmetic(native.kind, native.version, "POOLING", weights=weights)]
@@ -146,3 +149,14 @@ class PoolingExecutor:
         """Let go of the weights."""
         self._model = None
         self._inputs.clear()
+
+
+def with_dense_layers(digest: str, directory: Path) -> str:
+    """Digest of a checkpoint's weights with those of its Dense layers."""
+    layers = read_sentence_files(directory).dense
+    if not layers:
+        return digest
+    whole = hashlib.sha256(digest.encode())
+    for layer in layers:
+        whole.update(hashlib.sha256((Path(layer.directory) / DENSE_WEIGHTS).read_bytes()).digest())
+    return whole.hexdigest()[: len(digest)]

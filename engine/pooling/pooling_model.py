@@ -32,7 +32,7 @@ from engine.model.weight_files import open_weights
 from engine.pooling.detection import OFFSET_POSITIONS, SEQUENCE, TOKENS
 from engine.pooling.native_stack import NativeStack
 from engine.pooling.packed_attention import IMPLEMENTATION, UnknownAttention, packed, register
-from engine.pooling.sentence_files import read_sentence_files
+from engine.pooling.sentence_files import DENSE_WEIGHTS, read_sentence_files
 from engine.pooling_params import PoolingParams
 
 logger = logging.getLogger(__name__)
@@ -402,7 +402,7 @@ def _use_own_attention(*modules: Any) -> None:
 
 def _dense_layer(layer: Any, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """A layer behind the pooling, with its weights."""
-    path = Path(layer.directory) / "model.safetensors"
+    path = Path(layer.directory) / DENSE_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: weights of a Dense layer are read from safetensors only")
     weights = load_file(path)

@@ -12,6 +12,8 @@ from engine.model.errors import CheckpointError
 from engine.model.model_files import read_json
 
 MODULES = "modules.json"
+DENSE_WEIGHTS = "model.safetensors"
+"""File with the weights of a Dense layer, in its folder."""
 MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

@@ -18,7 +18,7 @@ from engine.pooling.pooling_executor import PoolingExecutor
 from engine.pooling_params import PoolingParams
 from engine.sampling import SamplingParams
 from engine.settings import adopt, resolve
-from tests.engine.pooling.shapes import make_checkpoint
+from tests.engine.pooling.shapes import add_sentence_files, make_checkpoint
 
 PEER = b"router"
 
@@ -84,6 +84,18 @@ def test_weights_that_make_nan_fail_each_request_and_are_counted(tmp_path: Path)
     assert bad is None
     assert np.isfinite(good).all()
     assert pooling.core.scheduler.counters().not_finite == 1
+
+
+def test_other_dense_layers_are_other_weights(tmp_path: Path) -> None:
+    digests = set()
+    for number in range(3):
+        directory = make_checkpoint(tmp_path / str(number), "bert")
+        if number:
+            torch.manual_seed(number)
+            add_sentence_files(directory, "cls", normalizes=True, dense=24)
+        (arithmetic,) = Pooling(directory).executor.arithmetic()
+        digests.add(arithmetic.weights)
+    assert len(digests) == 3
 
 
 def test_a_mesh_of_models_that_write_text_turns_detection_off() -> None:
