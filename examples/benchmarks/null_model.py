@@ -91,7 +91,10 @@ class NullExecutor:
         from engine.compute.runner import ModelRunner
         from engine.model.weights import LoadedModel
 
-        model = LoadedModel(None, (), vocabulary, torch.float32, torch.device("cpu"))
+        class Sized(LoadedModel):
+            hidden_size = 1  # there is no module that has one
+
+        model = Sized(None, (), vocabulary, torch.float32, torch.device("cpu"))
         null: Any = NullModel(vocabulary, most, block_size)
         self._runner = ModelRunner(model, None, block_size, null)
         self._vocabulary = vocabulary
