@@ -83,8 +83,8 @@ def test_instances_that_decode_encode_nothing(tmp_path: Path) -> None:
     from tests.engine.vision.tiny_vision_models import make_tiny_chat_model
 
     ports, directory = Ports(), make_tiny_chat_model(tmp_path / "llava")
-    flags = ["-dpl", "1", "--dtype", "float32", "--disaggregation-mode"]
-    head_flags = [str(directory), "-dp", "2", "--served-model-name", "m", *ports.head(), *flags, "decode"]
+    flags = ["-dpl", "1", "--served-model-name", "m", "--dtype", "float32", "--disaggregation-mode"]
+    head_flags = [str(directory), "-dp", "2", *ports.head(), *flags, "decode"]
     with (
         serve(tmp_path / "head.log", *head_flags) as head,
         serve(tmp_path / "other.log", str(directory), "--headless", *ports.join(), *flags, "prefill"),
