@@ -97,6 +97,7 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
     class Model:
         device = torch.device("cuda")
         states = None
+        hidden_size = 8
 
         class stage:
             class shard:
