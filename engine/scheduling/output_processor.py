@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from engine.messages import FinishReason, RoutedExperts, TokenLogprobs
@@ -44,11 +46,16 @@ class OutputProcessor:
     def __repr__(self) -> str:
         return f"<OutputProcessor of {self._queues!r}>"
 
-    def process(self, oldest: UnderWay, result: StepResult) -> list[RowOutput]:
-        """Take in the result of a step; returns the requests that got a token."""
+    def process(self, oldest: UnderWay, result: StepResult, later: Iterable[UnderWay]) -> list[RowOutput]:
+        """Take in the result of a step; returns the requests that got a token.
+
+        ``later``: the steps under way behind it.
+        """
         step = oldest.step
         outcomes: list[RowOutput] = []
-        ended = self._without_images(oldest, result.failed_images) if result.failed_images else ()
+        ended: list[Request] = []
+        if result.failed_images:
+            ended = self._without_images(oldest, result.failed_images, later)
         pooled_tokens: list[int] = []
         if result.prompt_logprobs:
             self._note_prompt_logprobs(oldest, result.prompt_logprobs)
@@ -93,11 +100,13 @@ class OutputProcessor:
             if request.slot == under_way.step.slots[index] and request.routed_until is not None:
                 request.note_experts(found)
 
-    def _without_images(self, under_way: UnderWay, failed: list[int]) -> list[Request]:
+    def _without_images(
+        self, under_way: UnderWay, failed: list[int], later: Iterable[UnderWay]
+    ) -> list[Request]:
         """Requests whose rows lacked an image's, or that share a block with such a row.
 
-        Blocks are named while they are computed, so others may have found them: with the same image. Their
-        names are dropped.
+        Blocks are named while they are computed, so others may have found them: with the same image. They
+        are in this step or a later one, even if they were aborted meanwhile. All their names are dropped.
         """
         wrong: set[tuple[int, BlockHash]] = set()
         ended: list[Request] = []
@@ -108,11 +117,12 @@ class OutputProcessor:
             self._prefixes.unname(request.hashes[begin:])
             if request.slot == under_way.step.slots[index]:
                 ended.append(request)
-        for request in self._queues.running:
-            named = list(zip(request.blocks, request.hashes, strict=False))
+        rows = (row for each in (under_way, *later) for row in zip(each.requests, each.tables, strict=True))
+        for request, table in rows:
+            named = list(zip(table, request.hashes, strict=False))
             begin = next((at for at, each in enumerate(named) if each in wrong), len(named))
             self._prefixes.unname(request.hashes[begin:])
-            if begin < len(named) and request not in ended:
+            if begin < len(named) and request.status is Status.RUNNING and request not in ended:
                 ended.append(request)
         for request in ended:
             request.error = NOT_ENCODED

@@ -213,7 +213,7 @@ class Scheduler:
         assert oldest.step.slots is step.slots, "steps are answered in order"
         if self._boundaries.step:
             self._boundaries.answered()
-        return self._outputs.process(oldest, result)
+        return self._outputs.process(oldest, result, self._in_flight)
 
     def timed(self, step: Step, seconds: float) -> None:
         """Take in how long a step took, for the lengths of later ones."""
