@@ -149,7 +149,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()
     """Those of its prompt."""
     num_put_off: int = 0
-    """Steps in a row that had no room for its next image."""
+    """Steps that had no room for its next image so far."""
     drafter: Drafter | None = None
     """Drafts next tokens, where speculation is on."""
     pooling: PoolingParams | None = None

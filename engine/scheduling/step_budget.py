@@ -23,7 +23,7 @@ PROMPT_LOGPROBS_CHUNK = 256
 Each needs a row of logits. Without chunked prefill, the last of these prompts may go beyond the bound.
 """
 MOST_PUT_OFF = 8
-"""Steps that put a whole image off, before it goes first."""
+"""Steps without room for a whole image, before it goes first."""
 
 
 class StepBudget:
@@ -120,14 +120,15 @@ class StepBudget:
         """The tokens up to an image that they would cut, or all of it."""
         start = request.num_computed
         cut = next((each for each in request.images if each.first < start + count < each.end), None)
-        if cut is None:
+        if cut is not None:
+            count = cut.first - start if cut.first > start else cut.end - start
+        if cut is None or cut.first > start or count <= rows.budget:
+            request.num_put_off = 0
             return count
-        if cut.first > start:
-            return cut.first - start
-        whole = cut.end - start
-        fits = whole <= rows.budget
-        request.num_put_off = 0 if fits else request.num_put_off + 1
-        return whole if fits else 0
+        if request not in rows.put_off:  # it may be looked at several times
+            rows.put_off.append(request)
+            request.num_put_off += 1
+        return 0
 
     def puts_first(self, in_order: list[Request], waiting: WaitingQueue) -> bool:
         """Put a running request whose image was put off too often before all others.

@@ -29,6 +29,8 @@ class StepRows:
         self._prompts = prompts
         self.prompt_logprobs = prompt_logprobs
         """Budget of prompt tokens whose log-probabilities are wanted."""
+        self.put_off: list[Request] = []
+        """Requests whose next image has no room."""
         self.requests: list[Request] = []
         self._slots: list[int] = []
         self._starts: list[int] = []

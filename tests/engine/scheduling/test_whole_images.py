@@ -16,9 +16,14 @@ from tests.nightly import examples
 BUDGET, SEQS = 16, 8
 
 
-def bench_of(micro_batches: int = 1) -> Bench:
+def bench_of(micro_batches: int = 1, seqs: int = SEQS, threshold: int = 0) -> Bench:
     return Bench(
-        num_blocks=512, max_seqs=SEQS, budget=BUDGET, micro_batches=micro_batches, images_are_whole=True
+        num_blocks=512,
+        max_seqs=seqs,
+        budget=BUDGET,
+        micro_batches=micro_batches,
+        images_are_whole=True,
+        long_prefill_token_threshold=threshold,
     )
 
 
@@ -60,6 +65,39 @@ def test_decode_rows_put_an_image_off_no_longer_than_the_bound(before: int, micr
         assert bench.outputs[number] == expected_output(
             request.token_ids[: request.num_prompt], request.num_output
         )
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_one_that_went_first_hides_no_later_image(before: int) -> None:
+    bench = bench_of()
+    for number in range(SEQS - 2):
+        bench.add(tokens(number, 2), max_tokens=80)
+    for _ in range(4):
+        bench.step()
+    for seed in (40, 41):
+        seen = add_seen(bench, seed, before, size=12, most=80)
+        for _ in range(2 * (MOST_PUT_OFF + 4)):
+            bench.step()
+        assert bench.outputs[seen], "it waits for the end of the one before"
+    bench.finish()
+
+
+def test_an_image_that_is_looked_at_often_in_a_step_is_put_off_once() -> None:
+    bench = bench_of(seqs=12, threshold=1)
+    for number in range(6):
+        bench.add(tokens(number, 2), max_tokens=80)
+    for number in range(2):
+        bench.add(tokens(20 + number, 90), priority=5)
+    for _ in range(4):
+        bench.step()
+    seen = add_seen(bench, 40, before=0, size=12)  # it is looked at before each of the prompts
+    counts = []
+    while not bench.outputs[seen]:
+        bench.step()
+        counts.append(bench.requests[seen].num_put_off)
+    assert counts[:MOST_PUT_OFF] == list(range(1, MOST_PUT_OFF + 1))
+    assert len(counts) <= 2 * (MOST_PUT_OFF + 4)
+    bench.finish()
 
 
 events = st.one_of(
