@@ -93,7 +93,7 @@ class StepPipeline:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._under_way.popleft()
-        self._scheduler.timed(step, self._finished_at - began)
+        self._scheduler.timed(step, self._finished_at - began, max(agreement.sizes, default=0))
         exchange = self._sharing.exchange
         if exchange is not None:
             if len(step.slots) < step.num_tokens:

@@ -26,19 +26,30 @@ class LinesShare:
         return f"<LinesShare of {self.tokens} tokens, {self._left:.1f} s left>"
 
     @property
+    def are_short(self) -> bool:
+        """Whether other requests came lately; else nothing is limited."""
+        return self._left > 0
+
+    @property
     def tokens(self) -> int:
         """Most tokens of the next step of lines alone."""
-        return self._short if self._left > 0 else self._most
+        return self._short if self.are_short else self._most
 
     def others_run(self) -> None:
         """Note that another request runs."""
         self._left = self.LASTS
 
-    def took(self, tokens: int, seconds: float) -> None:
-        """Take in a step of lines alone."""
+    def took(self, tokens: int, seconds: float, largest: int = 0) -> None:
+        """Take in a step of lines alone.
+
+        ``largest``: tokens of the largest step beside it, in lockstep. A larger one was waited for: if that
+        took long, fewer tokens here would not help.
+        """
         if self._left <= 0:
             return
         self._left -= seconds
+        if seconds > self.SECONDS and largest > tokens:
+            return
         if seconds > self.SECONDS:
             self._short = max(min(self.LEAST, self._most), self._short - -(-self._short // self.SLOWER))
         elif tokens >= self._short:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection
 
-from engine.messages import FinishReason
+from engine.messages import BATCH_PRIORITY, FinishReason
 from engine.pieces.pool import PiecePool
 from engine.scheduling.adapter_numbers import AdapterNumbers
 from engine.scheduling.adapter_turns import AdapterTurns
@@ -85,6 +85,11 @@ class RequestQueues:
         return sum(left) - left.count(1) + left.count(-1)
 
     # ---- look-ups
+
+    @property
+    def holds_batches(self) -> bool:
+        """Whether a request runs that lines of batches would slow down."""
+        return bool(self.running) and self.running[0].priority < BATCH_PRIORITY
 
     @property
     def requests(self) -> Collection[Request]:

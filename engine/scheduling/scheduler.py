@@ -130,7 +130,7 @@ class Scheduler:
         in_order = self.queues.decodes_then_prefills() if any(needs_more) else self._running[:]
         if self.budget.puts_first(in_order, self._waiting):
             admits += self._admit_waiting(rows, most_rows, LAST_OF_ALL, 1)
-        if in_order and in_order[0].priority == BATCH_PRIORITY:
+        if in_order and not self.queues.holds_batches:
             admits += self._admit_waiting(rows, most_rows, BATCH_PRIORITY)
         holds_batches = self._limit_lines(rows)
         for request in in_order:
@@ -215,12 +215,15 @@ class Scheduler:
             self._boundaries.answered()
         return self._outputs.process(oldest, result, self._in_flight)
 
-    def timed(self, step: Step, seconds: float) -> None:
-        """Take in how long a step took, for the lengths of later ones."""
-        if self._holds_batches():
+    def timed(self, step: Step, seconds: float, largest: int = 0) -> None:
+        """Take in how long a step took, for the lengths of later ones.
+
+        ``largest``: tokens of the largest step of any instance, in lockstep.
+        """
+        if self.queues.holds_batches:
             self.budget.lines.others_run()
         elif step.slots and self._has_lines():
-            self.budget.lines.took(step.num_tokens, seconds)
+            self.budget.lines.took(step.num_tokens, seconds, largest)
         if step.slots and not _only_decodes(step):
             self.budget.took(step, seconds)
 
@@ -248,17 +251,13 @@ class Scheduler:
         running = self._running
         if not running or running[-1].priority != BATCH_PRIORITY:
             return running
-        if not (self._holds_batches() or self._waiting.goes_before(running[-1])):
+        if not (self.queues.holds_batches or self._waiting.goes_before(running[-1])):
             return running
         return [each for each in running if each.priority != BATCH_PRIORITY]
 
-    def _holds_batches(self) -> bool:
-        """Whether a request runs that lines of batches would slow down."""
-        return bool(self._running) and self._running[0].priority < BATCH_PRIORITY
-
     def _limit_lines(self, rows: StepRows) -> bool:
         """Limit a step of batch lines alone; returns whether other requests hold them."""
-        holds = self._holds_batches()
+        holds = self.queues.holds_batches
         if not holds and self._has_lines():
             self.budget.limit_lines(rows)
         return holds
@@ -330,7 +329,8 @@ class Scheduler:
             if rows.budget <= 0 or len(rows) == most_rows or len(admits) == most:
                 break
             request = self._waiting[index]
-            if request.priority >= before or (request.priority == BATCH_PRIORITY and self._holds_batches()):
+            is_held = request.priority == BATCH_PRIORITY and self.queues.holds_batches
+            if request.priority >= before or is_held:
                 break
             lacks_share = rows.prompt_budget <= 0 and not request.num_output
             if lacks_share and not self._waiting.num_begun:

@@ -73,7 +73,8 @@ class StepBudget:
 
     def limit_lines(self, rows: StepRows) -> None:
         """Limit a step of batch lines alone, for other requests that may come meanwhile."""
-        if self._rules.enable_chunked_prefill and not self._rules.images_are_whole:
+        is_cut = self._rules.enable_chunked_prefill and not self._rules.images_are_whole
+        if is_cut and self.lines.are_short:
             rows.budget = min(rows.budget, self.lines.tokens)
 
     def _start_of_lone_prompt(self) -> int | None:
@@ -133,14 +134,16 @@ class StepBudget:
     def puts_first(self, in_order: list[Request], waiting: WaitingQueue) -> bool:
         """Put a running request whose image was put off too often before all others.
 
-        At most one in every other step, so that decode rows are put off by no more than a step. Returns
-        whether it is the next waiting one, which is to be admitted first.
+        At most one in every other step, so that decode rows are put off by no more than a step. Lines of
+        batches that others hold are not late. Returns whether it is the next waiting one, which is to be
+        admitted first.
         """
         if not self._rules.images_are_whole:
             return False
         late = None
         if not self._was_image_first:
-            both = chain(in_order, islice(waiting, 1))
+            held = BATCH_PRIORITY if self._queues.holds_batches else None
+            both = (each for each in chain(in_order, islice(waiting, 1)) if each.priority != held)
             late = next((each for each in both if each.num_put_off >= MOST_PUT_OFF), None)
         self._was_image_first = late is not None
         in_order.sort(key=lambda request: request is not late)

@@ -18,9 +18,10 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore, ModelPlace
 from engine.groups.recovery_times import RecoveryTimes
 from engine.groups.stepping import Agreement
-from engine.messages import Capacity, Counters, FinishReason, Submit
+from engine.messages import BATCH_PRIORITY, Capacity, Counters, FinishReason, Submit
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
+from engine.scheduling.lines_share import LinesShare
 from engine.scheduling.scheduler import Scheduler
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
@@ -261,6 +262,23 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
         found.append(core.scheduler.counters().scheduled_tokens - before)
         before += found[-1]
     assert [*found, core.scheduler.counters().scheduled_tokens - before] == sizes
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, LinesShare.LEAST), (64, LinesShare.FIRST)])
+def test_lines_are_not_shortened_by_waiting_for_others(
+    rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LinesShare, "SECONDS", 0.0)  # all steps are long
+    executor = SimulatedExecutor(block_size=16, budget=512, max_rows=128)
+    executor.expert_times = lambda: None  # type: ignore[attr-defined]
+    info = msgspec.structs.replace(INFO, context_length=2048)
+    core = EngineCore(EngineConfig(), info, executor, num_blocks=80, max_model_len=2048)  # type: ignore[arg-type]
+    core.stepping = Beside(rows)  # type: ignore[assignment]
+    core.scheduler.budget.lines.others_run()
+    core.submit(PEER, submit(prompt_ids=[1] * 1000, priority=BATCH_PRIORITY))
+    for _ in range(20):
+        core.step()
+    assert core.scheduler.budget.lines.tokens == tokens
 
 
 class BesideOthers(Beside):

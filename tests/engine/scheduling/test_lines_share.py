@@ -38,6 +38,19 @@ def test_steps_of_lines_are_short_while_other_requests_come() -> None:
         assert bench.outputs[number] == expected(tokens(seed, 20), 60)
 
 
+def test_a_prompt_goes_before_later_ones_beside_a_line_that_decodes() -> None:
+    bench = Bench(budget=16)
+    bench.add(tokens(1, 4), max_tokens=9, priority=BATCH_PRIORITY)
+    bench.step()
+    first = bench.add(tokens(2, 64), max_tokens=1)
+    for seed in range(3, 6):
+        bench.step()
+        bench.add(tokens(seed, 16), max_tokens=1)
+    bench.step()
+    assert bench.outputs[first], "those that came later went before its next chunk"
+    bench.finish()
+
+
 def test_they_are_whole_again_once_nobody_comes() -> None:
     share = LinesShare(2048)
     assert share.tokens == 2048
@@ -58,6 +71,18 @@ def test_a_model_whose_steps_are_all_long_gets_a_few_tokens_a_step() -> None:
         share.took(share.tokens, 0.1)
     assert share.tokens == LinesShare.LEAST
     assert LinesShare(2).tokens == 2
+
+
+def test_a_longer_step_of_another_instance_shortens_no_lines() -> None:
+    share = LinesShare(2048)
+    share.others_run()
+    for _ in range(10):
+        share.took(share.tokens, 0.1, largest=512)
+    assert share.tokens == LinesShare.FIRST
+    share.took(share.tokens, 0.001, largest=512)
+    assert share.tokens > LinesShare.FIRST, "even so there was time left"
+    share.took(share.tokens, 0.1, largest=share.tokens)
+    assert share.tokens < LinesShare.FIRST, "nobody had more"
 
 
 def test_models_whose_images_are_whole_and_prompts_without_chunks_are_not_cut() -> None:

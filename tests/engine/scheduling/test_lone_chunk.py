@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from engine.messages import BATCH_PRIORITY
+from engine.scheduling.lines_share import LinesShare
 from engine.scheduling.lone_chunk import LoneChunk
 from engine.step import Step
 from tests.engine.scheduling.test_scheduler import PEER, Bench, tokens
@@ -109,6 +111,15 @@ def test_the_next_chunk_is_small_once_anybody_else_is_there() -> None:
     bench.add(tokens(4, 10), max_tokens=40)
     while bench.scheduler.queues.has_work:
         assert bench.step() <= 256 + 16
+    bench.finish()
+
+
+def test_a_lone_batch_line_has_large_ones_unless_others_came() -> None:
+    bench = lone_bench()
+    bench.add(tokens(2, 3000), priority=BATCH_PRIORITY)
+    assert bench.step() == 1024
+    bench.scheduler.budget.lines.others_run()
+    assert bench.step() == LinesShare.FIRST
     bench.finish()
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.messages import BATCH_PRIORITY
 from engine.prompt_images import PromptImage
 from engine.scheduling.request import Request, Status
 from engine.scheduling.step_budget import MOST_PUT_OFF
@@ -27,13 +28,15 @@ def bench_of(micro_batches: int = 1, seqs: int = SEQS, threshold: int = 0) -> Be
     )
 
 
-def add_seen(bench: Bench, seed: int, before: int, size: int, count: int = 1, most: int = 3) -> int:
+def add_seen(
+    bench: Bench, seed: int, before: int, size: int, count: int = 1, most: int = 3, priority: int = 0
+) -> int:
     """A request with images of so many tokens, and text before each."""
     length = (before + size) * count + 2
     images = tuple(
         PromptImage(at, at + size, bytes([seed, at]) * 8) for at in range(before, length - 2, before + size)
     )
-    return bench.add(tokens(seed, length), max_tokens=most, images=images)
+    return bench.add(tokens(seed, length), max_tokens=most, images=images, priority=priority)
 
 
 def at_image(request: Request) -> bool:
@@ -97,6 +100,31 @@ def test_an_image_that_is_looked_at_often_in_a_step_is_put_off_once() -> None:
         counts.append(bench.requests[seen].num_put_off)
     assert counts[:MOST_PUT_OFF] == list(range(1, MOST_PUT_OFF + 1))
     assert len(counts) <= 2 * (MOST_PUT_OFF + 4)
+    bench.finish()
+
+
+def test_a_late_line_that_others_hold_puts_neither_decodes_nor_images_off() -> None:
+    bench = bench_of(seqs=16)
+    for number in range(6):
+        bench.add(tokens(number, 2), max_tokens=80, priority=BATCH_PRIORITY)
+    for _ in range(4):
+        bench.step()
+    line = add_seen(bench, 40, before=4, size=12, priority=BATCH_PRIORITY)
+    while bench.requests[line].num_put_off < MOST_PUT_OFF:
+        bench.step()
+    others = [bench.add(tokens(50 + number, 2), max_tokens=90) for number in range(6)]
+    bench.step()
+    bench.step()
+    assert bench.requests[line].num_put_off == MOST_PUT_OFF
+    for seed in (60, 61, 62):
+        bench.add(tokens(seed, 20), max_tokens=1)
+        before = [len(bench.outputs[number]) for number in others]
+        bench.step()
+        assert [len(bench.outputs[number]) for number in others] == [count + 1 for count in before]
+    seen = add_seen(bench, 41, before=0, size=12)
+    for _ in range(2 * (MOST_PUT_OFF + 4)):
+        bench.step()
+    assert bench.outputs[seen], "the line goes first in vain"
     bench.finish()
 
 
