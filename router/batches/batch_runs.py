@@ -17,6 +17,7 @@ import msgspec
 from router.batches.batch_store import BatchStore, BatchTaken, OwnedBatch
 from router.batches.file_store import FileWriter, StoredFiles
 from router.batches.line_runner import LineRunner
+from router.batches.line_window import LineWindow
 from router.batches.lines import LineProblem, read_line, unanswered
 from router.batches.objects import MOST_ERRORS, BatchObject, BatchState, WrongLine, WrongLines
 from router.mesh import Mesh
@@ -43,35 +44,6 @@ class BatchLimits(msgspec.Struct, frozen=True):
     """Lines in flight for each instance."""
     ttl: float
     """Seconds that a batch and its files are kept after its end."""
-
-
-class LineWindow:
-    """Lines in flight of all batches: at most as many as the instances can use."""
-
-    def __init__(self, mesh: Mesh, per_instance: int) -> None:
-        self._mesh = mesh
-        self._per_instance = per_instance
-        self.count = 0
-        """Lines that have room now."""
-        self._left = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<LineWindow {self.count} of {self.most}>"
-
-    @property
-    def most(self) -> int:
-        return self._per_instance * max(1, self._mesh.instances_by_state().get("ready", 1))
-
-    async def enter(self) -> None:
-        """Wait until there is room for another line."""
-        while self.count >= self.most:
-            self._left.clear()
-            await self._left.wait()
-        self.count += 1
-
-    def leave(self) -> None:
-        self.count -= 1
-        self._left.set()
 
 
 class BatchRuns:

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
 
-import msgspec
-
-from engine.messages import BATCH_PRIORITY
 from router.api.stored_terms import StoredTerms
+from router.batches.batch_mesh import BatchMesh, pauses
+from router.batches.line_window import LineWindow
 from router.batches.lines import BatchLine, LineAnswer, answered, digest_of, request_id_of
 from router.errors import ApiError, error_body, from_mesh, unexpected
 from router.ids import repeat_ids
-from router.mesh import Generates, Generation, Mesh, MeshError, Prompt, ServedModel
+from router.mesh import Mesh, MeshError
 from router.metrics.request_histograms import CountedRequests
 from router.stored.replayed_body import Handler, inner_request
 
 logger = logging.getLogger(__name__)
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds before a line that no instance takes is tried again."""
-
-
-class BatchMesh:
-    """The mesh for batch lines: it takes their samples in the lowest class of priority."""
-
-    def __init__(self, mesh: Generates) -> None:
-        self._mesh = mesh
-
-    @property
-    def model(self) -> ServedModel | None:
-        """See :class:`router.mesh.Mesh`."""
-        return self._mesh.model
-
-    def generate(self, prompt: Prompt) -> Generation:
-        """See :class:`router.mesh.Mesh`."""
-        return self._mesh.generate(msgspec.structs.replace(prompt, priority=BATCH_PRIORITY))
 
 
 class LineRunner:
     """Answers lines, however often instances refuse them; a wrong line's error is its answer."""
 
     def __init__(
-        self, handlers: Mapping[str, Handler], mesh: Mesh, counts: CountedRequests, events: Counter[str]
+        self,
+        handlers: Mapping[str, Handler],
+        mesh: Mesh,
+        counts: CountedRequests,
+        events: Counter[str],
+        per_instance: int,
     ) -> None:
-        """``handlers``: by endpoint. ``counts`` are of requests, without their times; ``events`` of lines."""
+        """``handlers``: by endpoint. ``counts`` are of requests, without their times; ``events`` of lines.
+
+        All lines together have ``per_instance`` requests on the mesh for each instance.
+        """
         self._handlers = handlers
-        self._mesh = mesh
         self._counts = counts
         self._events = events
+        self._mesh = mesh
+        self._window = LineWindow(mesh, per_instance)
+        self._turns = itertools.count()
 
     def __repr__(self) -> str:
         return f"<LineRunner {dict(self._events)}>"
@@ -60,10 +51,10 @@ class LineRunner:
 
         Its ids, its time and its seeds come from its batch.
         """
-        pause = FIRST_PAUSE
-        while True:
+        mesh = BatchMesh(self._mesh, self._window, next(self._turns), self._events)
+        for pause in pauses():
             try:
-                status, body = 200, await self._tried(batch, created, number, line)
+                status, body = 200, await self._tried(mesh, batch, created, number, line)
                 break
             except (ApiError, MeshError) as raised:
                 error = raised if isinstance(raised, ApiError) else from_mesh(raised)
@@ -75,18 +66,17 @@ class LineRunner:
                 break
             self._events["line_tried_again"] += 1
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
         found = answered(batch, number, line.custom_id, status, body)
         self._events["line_failed" if found.is_error else "line_done"] += 1
         return found
 
-    async def _tried(self, batch: str, created: int, number: int, line: BatchLine) -> bytes:
+    async def _tried(self, mesh: BatchMesh, batch: str, created: int, number: int, line: BatchLine) -> bytes:
         seed = int.from_bytes(digest_of(batch, number)[:7])
         repeat_ids(seed)
         terms = StoredTerms(
             created,
             seed,
-            BatchMesh(self._mesh),
+            mesh,
             is_whole=True,
             is_limited=False,
             counts=(own := CountedRequests()),

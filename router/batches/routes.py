@@ -37,7 +37,7 @@ def batch_runs(
         lines_per_instance=config.batch_lines_per_instance,
         ttl=config.store_ttl,
     )
-    runner = LineRunner(handlers, mesh, metrics, metrics.store.events)
+    runner = LineRunner(handlers, mesh, metrics, metrics.store.events, limits.lines_per_instance)
     return BatchRuns(StoredFiles(database), BatchStore(database), runner, mesh, limits)
 
 

@@ -363,11 +363,15 @@ class LLM(PoolingCalls):
 def most_samples(config: ServeConfig) -> int:
     """Samples in flight at once, for as many instances as this program started.
 
-    Other nodes fill theirs. It is far below what the queues of instances hold.
+    Other nodes fill theirs.
     """
+    return samples_per_instance(config) * max(1, config.mesh.local_size)
+
+
+def samples_per_instance(config: ServeConfig) -> int:
+    """Samples in flight for one instance, far fewer than its queue holds."""
     scheduler = config.engine.scheduler
-    of_one = min(QUEUED_PER_RUNNING * scheduler.most_requests(), max(1, scheduler.max_num_queued_reqs))
-    return of_one * max(1, config.mesh.local_size)
+    return min(QUEUED_PER_RUNNING * scheduler.most_requests(), max(1, scheduler.max_num_queued_reqs))
 
 
 def local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]:

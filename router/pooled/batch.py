@@ -1,7 +1,8 @@
 """Order and window of the inputs of one pooled request (pure).
 
 Each input is a request of the mesh by itself, so that instances share a large batch by its tokens, and a
-death moves only the inputs under way there. No more are under way than :data:`MOST_TOKENS` hold.
+death moves only the inputs under way there. No more are under way than :data:`MOST_TOKENS` hold. The callers
+are HTTP requests, lines of batches, and the class ``LLM``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ MOST_TOKENS = 131_072
 """Tokens of one request's inputs that are under way at once."""
 MOST_INPUTS = 512
 """Inputs of one request that are under way at once."""
+MOST_OF_LINE = 64
+"""Inputs of one batch line that are under way, or wait for a place beside those of other lines."""
 
 Answer = TypeVar("Answer")
 
@@ -20,9 +23,10 @@ Answer = TypeVar("Answer")
 class PooledBatch(Generic[Answer]):
     """Inputs of a request: which may be sent, and the answers so far."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """``sizes``: the number of tokens of each input."""
+    def __init__(self, sizes: Sequence[int], most: int = MOST_INPUTS) -> None:
+        """``sizes``: the number of tokens of each input; ``most``: inputs under way at once."""
         self._sizes = sizes
+        self._most = most
         self._next = 0
         self._under_way: set[int] = set()
         self._num_tokens = 0
@@ -40,7 +44,7 @@ class PooledBatch(Generic[Answer]):
         """Inputs to be sent now, in order; each counts as sent once it is given."""
         while self._next < len(self._sizes):
             size = self._sizes[self._next]
-            is_full = len(self._under_way) >= MOST_INPUTS or self._num_tokens + size > MOST_TOKENS
+            is_full = len(self._under_way) >= self._most or self._num_tokens + size > MOST_TOKENS
             if self._under_way and is_full:
                 return
             index, self._next = self._next, self._next + 1

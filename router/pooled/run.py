@@ -25,7 +25,7 @@ from router.http.large_bodies import run_sized
 from router.http.quotas import Quotas
 from router.mesh import Generates, Mesh, Prompt, ServedModel
 from router.openai_api import GenerationRequest
-from router.pooled.batch import PooledBatch
+from router.pooled.batch import MOST_INPUTS, MOST_OF_LINE, PooledBatch
 from router.pooled.cache import AnswerNames, PoolingCache
 from router.pooled.inputs import PooledTokens
 from router.text.text_model import TextModel
@@ -82,10 +82,11 @@ class PooledRunner:
         terms = read_terms(request, id, GenerationRequest(model=name), "")
         stored, num_tokens = stored_terms(request), sum(len(each.ids) for each in inputs)
         is_limited, mesh = stored is None or stored.is_limited, self._mesh if stored is None else stored.mesh
+        most = MOST_INPUTS if stored is None else MOST_OF_LINE
         lease = self._quotas.admit(terms.key, num_tokens) if is_limited else None
         is_refused = True
         try:
-            found = await unless_gone(request.receive, self._within(mesh, terms, inputs, params))
+            found = await unless_gone(request.receive, self._within(mesh, terms, inputs, params, most))
             is_refused = False
             return found
         finally:
@@ -93,19 +94,29 @@ class PooledRunner:
                 lease.end(0, refused=is_refused)
 
     async def _within(
-        self, mesh: Generates, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+        self,
+        mesh: Generates,
+        terms: RequestTerms,
+        inputs: Sequence[PooledTokens],
+        params: PoolingParams,
+        most: int,
     ) -> list[Pooled]:
         """The answers, within the time that the client allows."""
         try:
             async with asyncio.timeout(terms.timeout) as timeout:
-                return await self._answers(mesh, terms, inputs, params)
+                return await self._answers(mesh, terms, inputs, params, most)
         except TimeoutError as error:
             if terms.timeout is None or not timeout.expired():
                 raise
             raise too_late(terms.timeout) from error
 
     async def _answers(
-        self, mesh: Generates, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
+        self,
+        mesh: Generates,
+        terms: RequestTerms,
+        inputs: Sequence[PooledTokens],
+        params: PoolingParams,
+        most: int,
     ) -> list[Pooled]:
         """The answers: those that are kept, and those of the mesh to all other inputs."""
         names = await self._names(terms, inputs, params)
@@ -125,7 +136,7 @@ class PooledRunner:
             if names:
                 self._cache.put(names[index], answer, computed_in)
 
-        await pooled_answers(mesh, [len(inputs[each].ids) for each in others], prompt, keep)
+        await pooled_answers(mesh, [len(inputs[each].ids) for each in others], prompt, keep, most)
         return [found[index] for index in range(len(inputs))]
 
     async def _names(
@@ -150,13 +161,14 @@ async def pooled_answers(
     sizes: Sequence[int],
     prompt_of: Callable[[int], Prompt],
     on_answer: Callable[[int, Pooled, Numerics | None], None],
+    most: int = MOST_INPUTS,
 ) -> list[Pooled]:
-    """Answers to inputs of so many tokens each; the first failure ends all.
+    """Answers to inputs of so many tokens each, ``most`` under way at once; the first failure ends all.
 
     ``prompt_of`` makes the prompt of each; ``on_answer`` is called as each is answered, with the numerics
     class that computed it.
     """
-    batch: PooledBatch[Pooled] = PooledBatch(sizes)
+    batch: PooledBatch[Pooled] = PooledBatch(sizes, most)
     running: dict[asyncio.Task[tuple[Pooled, Numerics | None]], int] = {}
     try:
         while not batch.is_complete:

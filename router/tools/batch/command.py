@@ -22,7 +22,7 @@ from router.batches.line_runner import LineRunner
 from router.batches.routes import line_handlers
 from router.config import HttpConfig, ServeConfig
 from router.http.quotas import Quotas
-from router.offline.llm import local_model, most_samples
+from router.offline.llm import local_model, most_samples, samples_per_instance
 from router.offline.mesh import EngineDeadError, PrivateMesh
 from router.offline.progress import rich_bar
 from router.pooled.routes import pooled_handlers
@@ -112,5 +112,5 @@ async def _answered(
     handlers = line_handlers(
         generating, pooled_handlers(mesh.client, http, quotas, models, mesh.metrics.pooling)
     )
-    runner = LineRunner(handlers, mesh.client, mesh.metrics, Counter())
+    runner = LineRunner(handlers, mesh.client, mesh.metrics, Counter(), samples_per_instance(config))
     return await run.answer(runner, most_samples(config), on_answer)

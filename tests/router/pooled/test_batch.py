@@ -15,10 +15,9 @@ from tests.nightly import examples
 def test_each_input_is_sent_and_answered_once_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers come in any order, some twice, as after a death."""
     monkeypatch.setattr(batch, "MOST_TOKENS", 100)
-    monkeypatch.setattr(batch, "MOST_INPUTS", 7)
     draw = random.Random(seed)
     sizes = [draw.choice([1, 9, 40, 130]) for _ in range(draw.randint(1, 40))]
-    work: PooledBatch[str] = PooledBatch(sizes)
+    work: PooledBatch[str] = PooledBatch(sizes, most=7)
     under_way: list[int] = []
     sent: list[int] = []
     answered: set[int] = set()

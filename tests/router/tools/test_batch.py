@@ -56,7 +56,7 @@ class Answers:
 
 def runner_of(handler: Answers, served: ServedModel) -> LineRunner:
     return LineRunner(
-        {"/v1/completions": handler}, FakeMesh(served, saying([])), CountedRequests(), Counter()
+        {"/v1/completions": handler}, FakeMesh(served, saying([])), CountedRequests(), Counter(), 99
     )
 
 

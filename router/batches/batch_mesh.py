@@ -1,0 +1,135 @@
+"""The mesh for batch lines: the lowest class of priority, and a bounded number of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import msgspec
+
+from coordinator.numerics import Numerics
+from engine.messages import BATCH_PRIORITY, Delta
+from router.batches.line_window import LineWindow
+from router.mesh import (
+    Generates,
+    Generation,
+    MeshError,
+    NumericsSwitch,
+    Prompt,
+    ServedModel,
+    TokenSink,
+    WeightSpan,
+)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""Seconds before what no instance takes is tried again."""
+
+
+def pauses() -> Iterator[float]:
+    """Seconds before each further try."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+class BatchMesh:
+    """The mesh for one batch line, whose samples and inputs wait for places in the window."""
+
+    def __init__(self, mesh: Generates, window: LineWindow, turn: int, events: Counter[str]) -> None:
+        """``turn``: number of the line, of which earlier ones go first; ``events`` counts further tries."""
+        self._mesh = mesh
+        self._window = window
+        self._turn = turn
+        self._events = events
+
+    @property
+    def model(self) -> ServedModel | None:
+        """See :class:`router.mesh.Mesh`."""
+        return self._mesh.model
+
+    def generate(self, prompt: Prompt) -> Generation:
+        """See :class:`router.mesh.Mesh`; sent once there is a place, and again if no instance takes it."""
+        prompt = msgspec.structs.replace(prompt, priority=BATCH_PRIORITY)
+        return LineGeneration(self._mesh, prompt, self._window, self._turn, self._events)
+
+
+class LineGeneration:
+    """A :class:`router.mesh.Generation` that is begun when it is read, in a place of the window."""
+
+    def __init__(
+        self, mesh: Generates, prompt: Prompt, window: LineWindow, turn: int, events: Counter[str]
+    ) -> None:
+        self._mesh = mesh
+        self._prompt = prompt
+        self._window = window
+        self._turn = turn
+        self._events = events
+        self._generation: Generation | None = None
+        self._has_place = False
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<LineGeneration of {self._prompt.request_id}, begun: {self._generation is not None}>"
+
+    @property
+    def rank(self) -> int | None:
+        """See :class:`router.mesh.Generation`."""
+        return None if self._generation is None else self._generation.rank
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See :class:`router.mesh.Generation`."""
+        return None if self._generation is None else self._generation.fingerprint
+
+    @property
+    def first_class(self) -> Numerics | None:
+        """See :class:`router.mesh.Generation`."""
+        return None if self._generation is None else self._generation.first_class
+
+    @property
+    def numerics_changes(self) -> Sequence[NumericsSwitch]:
+        """See :class:`router.mesh.Generation`."""
+        return () if self._generation is None else self._generation.numerics_changes
+
+    @property
+    def weight_spans(self) -> Sequence[WeightSpan]:
+        """See :class:`router.mesh.Generation`."""
+        return () if self._generation is None else self._generation.weight_spans
+
+    def hand_over(self, sink: TokenSink) -> None:
+        """See :class:`router.mesh.Generation`; before the first delta there is nothing to hand over."""
+        if self._generation is not None:
+            self._generation.hand_over(sink)
+
+    def close(self) -> None:
+        """See :class:`router.mesh.Generation`."""
+        self._is_closed = True
+        if self._generation is not None:
+            self._generation.close()
+        if self._has_place:
+            self._has_place = False
+            self._window.leave()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        await self._window.enter(self._turn)
+        self._has_place = True
+        if self._is_closed:
+            self.close()
+            return
+        has_begun = False
+        for pause in pauses():
+            try:
+                generation = self._generation = self._mesh.generate(self._prompt)
+                async for delta in generation:
+                    has_begun = True
+                    yield delta
+                return
+            except MeshError as error:
+                if error.status != 503 or has_begun:
+                    raise
+            if self._generation is not None:
+                self._generation.close()
+            self._events["line_tried_again"] += 1
+            await asyncio.sleep(pause)
