@@ -53,7 +53,8 @@ def page_of(
         ApiError: a parameter is wrong (400).
     """
     limit, order = query.get("limit", str(shown)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= most):
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) < 10
+    if not (is_number and 1 <= int(limit) <= most):
         refuse(f"limit must be a whole number from 1 to {most}, got {limit[:20]!r}.", "limit")
     if order not in ("asc", "desc"):
         refuse("order must be asc or desc.", "order")

@@ -232,7 +232,8 @@ def test_bad_uploads_and_batches_are_refused(
     web = server.client.post("/v1/files", files=form, headers=auth | {"sec-fetch-site": "cross-site"})
     assert web.status_code == 403
     assert server.client.post("/v1/files", data={"purpose": "batch"}, headers=auth).status_code == 415
-    assert server.client.get("/v1/files?limit=x", headers=auth).status_code == 400
+    for limit in ("x", "0", "00000001000", "9" * 5000):
+        assert server.client.get(f"/v1/files?limit={limit}", headers=auth).status_code == 400
     assert server.client.get("/v1/batches?after=x", headers=auth).status_code == 400
 
 
