@@ -24,7 +24,7 @@ JUDGED = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 JUDGE_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """Text of a pair, for rerankers that answer with a token (Source: Qwen3-Reranker's model card).
 
-The three parts become tokens apart from each other, as there; the middle one is cut.
+The three parts become tokens apart from each other, as there; the document in the middle one is cut.
 """
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -123,7 +123,8 @@ def pairs_of(
     for index, (first, second) in enumerate(pairs):
         where = f"{param}[{index}]"
         if pooling.answer_tokens:
-            found.append(_checked(_judged(first, second, instruction, model, most), model, where))
+            judged = _judged(first, second, instruction, model, most, from_end=cutting.from_end)
+            found.append(_checked(judged, model, where))
             continue
         ids, type_ids = _encoded(first, second, model, most, cutting)
         types = bytes(type_ids) if pooling.has_segments and any(type_ids) else b""
@@ -152,20 +153,19 @@ def _pooling(model: TextModel) -> PooledModel:
     return pooling
 
 
-def _judged(query: str, text: str, instruction: str, model: TextModel, most: int | None) -> PooledTokens:
-    """A pair within the text that asks a model for yes or no."""
-
-    def encode(part: str) -> list[int]:
-        return model.tokenizer.encode(part, add_special_tokens=False)
-
-    begin, middle, end = (
-        encode(JUDGE),
-        encode(JUDGED.format(instruction or INSTRUCTION, query, text)),
-        encode(JUDGE_END),
-    )
-    if most is not None:
-        middle = middle[: max(0, most - len(begin) - len(end))]
-    return PooledTokens([*begin, *middle, *end])
+def _judged(
+    query: str, text: str, instruction: str, model: TextModel, most: int | None, *, from_end: bool
+) -> PooledTokens:
+    """A pair within the text that asks a model for yes or no; the document is cut, at either end."""
+    before = JUDGED.format(instruction or INSTRUCTION, query, "")
+    begin, end = (model.tokenizer.encode(each, add_special_tokens=False) for each in (JUDGE, JUDGE_END))
+    (asked,) = model.tokenizer.backend.encode_batch([before + text], add_special_tokens=False)
+    middle: list[int] = asked.ids
+    room = len(middle) if most is None else max(0, most - len(begin) - len(end))
+    if from_end and room < len(middle):
+        kept = min(room, sum(stop <= len(before) for _, stop in asked.offsets))
+        middle = middle[:kept] + middle[len(middle) - (room - kept) :]
+    return PooledTokens([*begin, *middle[:room], *end])
 
 
 def _encoded(

@@ -21,13 +21,14 @@ from router.api.streaming import unless_gone
 from router.config import HttpConfig
 from router.errors import ApiError, bad_request, refuse, too_late
 from router.http.body import read_body
-from router.http.large_bodies import run_sized
+from router.http.large_bodies import VERY_LARGE_BODY, run_sized
 from router.http.quotas import Quotas
 from router.mesh import Generates, Mesh, Prompt, ServedModel
 from router.openai_api import GenerationRequest
 from router.pooled.batch import MOST_INPUTS, MOST_OF_LINE, PooledBatch
 from router.pooled.cache import AnswerNames, PoolingCache
 from router.pooled.inputs import PooledTokens
+from router.pooled.tei_errors import expect_by_body
 from router.text.text_model import TextModel
 from router.text.text_models import TextModels
 
@@ -56,6 +57,7 @@ class PooledRunner:
             ApiError, MeshError: it cannot be read, or there is no room.
         """
         body = await read_body(request, self._config, any_type=any_type)
+        expect_by_body(request, body)
         self._mesh.check_room()
         return body
 
@@ -152,7 +154,8 @@ class PooledRunner:
         if not self._cache.use(self._mesh.numerics().keys()):
             return []
         names = AnswerNames(model, params)
-        size = 8 * sum(len(each.ids) for each in inputs)
+        # Not where one works at a time: tokenising takes long there, and this does not.
+        size = min(8 * sum(len(each.ids) for each in inputs), VERY_LARGE_BODY)
         return await run_sized(lambda: [names.name(each.ids, each.type_ids) for each in inputs], size)
 
 

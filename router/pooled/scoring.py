@@ -20,7 +20,6 @@ from router.pooled import wire
 from router.pooled.embedding import EmbeddingEndpoints, cutting_of, pooled_list, tei_cutting, tokenised
 from router.pooled.inputs import MOST_INPUTS, Cutting, pairs_of, prompt_named, texts_of
 from router.pooled.run import PooledRunner, floats
-from router.pooled.tei_errors import expect_shape
 from router.text.text_model import TextModel
 
 _read_score = decoder(wire.ScoreRequest)
@@ -65,15 +64,15 @@ class ScoringEndpoints:
         if (asked.documents is None) == (asked.texts is None):
             refuse("give either documents or texts.", "documents")
         is_tei = asked.documents is None
-        if is_tei:
-            expect_shape(request)
         param = "texts" if is_tei else "documents"
         given = asked.documents or asked.texts or []
         documents = _texts([each if isinstance(each, str) else each.text for each in given], param)
         if not asked.query:
             refuse("query is empty.", "query")
         model = await self._runner.model(asked.model, PoolingTask.SCORE, PoolingTask.EMBED)
-        cutting = tei_cutting(asked) if asked.truncate else cutting_of(asked)
+        vllms, teis = cutting_of(asked), tei_cutting(asked)
+        limit = teis.limit if vllms.limit is None else vllms.limit
+        cutting = Cutting(limit, vllms.from_end or teis.from_end)
         if (most := asked.max_tokens_per_doc) is not None:
             documents = await run_sized(lambda: _cut(documents, most, model), len(body))
         scores, usage = await self._scores(
@@ -183,10 +182,19 @@ class ScoringEndpoints:
         activation: bool | None = None,
         instruction: str = "",
     ) -> tuple[list[float], wire.PooledUsage]:
-        """Scores of pairs: a cross-encoder's, else the cosine of two embeddings."""
+        """Scores of pairs: a cross-encoder's, else the cosine of two embeddings.
+
+        Raises:
+            ApiError: the model cannot honour the instruction or the activation (400).
+        """
         pooling = model.served.pooling
         assert pooling is not None
-        if PoolingTask.SCORE not in pooling.tasks or not pooling.takes_pairs:
+        is_cosine = PoolingTask.SCORE not in pooling.tasks or not pooling.takes_pairs
+        if instruction and (is_cosine or not pooling.answer_tokens):
+            refuse("This model takes no instruction: put it into the query, or leave it out.", "instruction")
+        if is_cosine:
+            if activation:
+                refuse("This model's scores are cosines, which have no activation.", "activation")
             return await self._cosines(pairs, request, model, cutting, param)
         size = sum(len(first) + len(second) for first, second in pairs)
         inputs = await run_sized(

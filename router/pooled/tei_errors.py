@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,6 +13,9 @@ from router.errors import ApiError
 
 PATHS = frozenset({"/embed", "/predict", "/similarity"})
 """Paths whose clients expect this shape; at ``/rerank`` those that send ``texts``."""
+RERANK = "/rerank"
+TEXTS = re.compile(rb'"texts"\s*:')
+"""The field by which a body is known before it is decoded: a quote in a string has a backslash before it."""
 KINDS = {429: "Overloaded", 503: "Unhealthy"}
 """``error_type`` by status; below 500 else Validation, and Backend from there."""
 
@@ -22,9 +27,9 @@ class TeiError(msgspec.Struct):
     error_type: str
 
 
-def expect_shape(request: Request) -> None:
-    """Answer errors of this request in this shape, whatever its path."""
-    request.state.has_tei_errors = True
+def expect_by_body(request: Request, body: bytes) -> None:
+    """Answer errors of a request in this shape from now on, if its body has the field."""
+    request.state.has_tei_errors = request.scope["path"].endswith(RERANK) and bool(TEXTS.search(body))
 
 
 def has_shape(scope: Scope) -> bool:

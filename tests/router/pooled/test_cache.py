@@ -152,8 +152,19 @@ def test_a_name_has_all_that_decides_the_content(served: ServedModel) -> None:
     other = msgspec.structs.replace(EMBEDDER, pooling="mean")
     names = [
         AnswerNames(each, params).name(ids, types)
-        for each in (model, msgspec.structs.replace(model, pooling=other))
-        for params in (EMBED, PoolingParams(PoolingTask.TOKEN_EMBED), PoolingParams(PoolingTask.EMBED, dimensions=2))
+        for each in (
+            model,
+            msgspec.structs.replace(model, pooling=other),
+            msgspec.structs.replace(model, fingerprint="other"),
+        )
+        for params in (
+            EMBED,
+            PoolingParams(PoolingTask.TOKEN_EMBED),
+            PoolingParams(PoolingTask.EMBED, dimensions=2),
+            PoolingParams(PoolingTask.EMBED, normalize=False),
+            PoolingParams(PoolingTask.EMBED, activation=False),
+            PoolingParams(PoolingTask.EMBED, activation=True),
+        )
         for ids in ([1, 2], [1, 2, 3], [258])
         for types in (b"", b"\0\1")
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
 import msgspec
@@ -21,7 +21,7 @@ from engine.pooling_params import Pooled
 from router.config import HttpConfig
 from router.mesh import MeshError, Prompt, ServedModel
 from router.text.tokens import Tokenizer
-from tests.router.conftest import Server, serving
+from tests.router.conftest import JSON, Server, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
 
 EMBEDDER = PooledModel(
@@ -263,6 +263,63 @@ def test_a_reranker_that_answers_with_a_token_gets_its_template(
         assert text.endswith("</think>\n\n")
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_left"),
+    [
+        ({"truncate": True}, False),
+        ({"truncate": True, "truncation_direction": "Left"}, True),
+        ({"truncate": True, "truncation_side": "left"}, True),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "left"}, True),
+        ({"truncate_prompt_tokens": 300, "truncation_direction": "Left"}, True),
+    ],
+)
+def test_its_document_is_cut_at_either_end_and_all_else_stays(
+    served: ServedModel, tokenizer: Tokenizer, fields: dict[str, Any], *, is_left: bool
+) -> None:
+    model = PooledModel(tasks=(PoolingTask.SCORE,), takes_pairs=True, answer_tokens=("no", "yes"))
+    length = 400
+    with pooling(msgspec.structs.replace(served, max_model_len=length), model) as server:
+        words = [f" {number}" for number in range(400)]
+        body = {"query": "who is it", "texts": ["".join(words)], **fields}
+        good(server.post("/rerank", body))
+        ids = server.mesh.prompts[-1].prompt_ids
+        assert len(ids) == fields.get("truncate_prompt_tokens", length) % (length + 1)
+        text = tokenizer.decode(ids)
+        assert "<Query>: who is it\n<Document>: " in text
+        before, _, document = text.partition("<Document>: ")
+        assert "Judge whether" in before
+        assert text.endswith("</think>\n\n")
+        document = document.partition("<|im_end|>")[0]
+        assert document
+        assert "".join(words).endswith(document) == is_left
+        assert "".join(words).strip().startswith(document.strip()) != is_left
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "refused"),
+    [
+        ("/rerank", {"instruction": "Find it"}, "instruction"),
+        ("/rerank", {"instruction": "", "raw_scores": False}, ""),
+        ("/rerank", {"instruction": None, "raw_scores": True}, ""),
+        ("/score", {"activation": True}, "activation"),
+        ("/score", {"activation": False}, ""),
+    ],
+)
+def test_what_cosines_cannot_honour_is_refused(
+    embedder: Server, path: str, fields: dict[str, Any], refused: str
+) -> None:
+    texts = {"query": "a", "documents": ["a"]} if path == "/rerank" else {"queries": "a", "documents": ["a"]}
+    answer = embedder.post(path, texts | fields)
+    assert answer.status_code == (400 if refused else 200), answer.text
+    if refused:
+        assert answer.json()["error"]["param"] == refused
+
+
+def test_a_cross_encoder_takes_no_instruction(reranker: Server) -> None:
+    answer = reranker.post("/rerank", {"query": "a", "documents": ["a"], "instruction": "Find it"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "instruction")
+
+
 def test_classes(classifier: Server) -> None:
     (found,) = good(classifier.post("/classify", {"input": "Hello"}))["data"]
     assert (found["label"], found["probs"], found["num_classes"]) == ("yes", [0.25, 0.75], 2)
@@ -318,6 +375,8 @@ def test_bad_input(embedder: Server, path: str, body: Any, words: str) -> None:
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}),
         ("/similarity", {"inputs": "a"}),
         ("/rerank", {"query": "a", "texts": ["a", ""]}),
+        ("/rerank", {"texts": ["a"]}),
+        ("/rerank", {"query": "a", "texts": ["a"], "documents": ["a"]}),
     ],
 )
 def test_errors_have_the_shape_of_text_embeddings_inference(embedder: Server, path: str, body: Any) -> None:
@@ -338,8 +397,26 @@ def test_failures_have_the_shape_of_text_embeddings_inference(embedder: Server) 
         embedder.mesh.refusal = MeshError(status, "x", "no room")
         answer = embedder.post("/embed", {"inputs": "a"})
         assert (answer.status_code, answer.json()) == (status, {"error": "no room", "error_type": kind})
-    cohere = embedder.post("/rerank", {"query": "a", "documents": ["a"]}).json()
+        answer = embedder.post("/rerank", {"query": "a", "texts": ["a"]})
+        assert (answer.status_code, answer.json()) == (status, {"error": "no room", "error_type": kind})
+    cohere = embedder.post("/rerank", {"query": "texts", "documents": ["a", '"texts": 1']}).json()
     assert cohere["error"]["message"] == "no room"
+
+
+def test_a_rerank_that_never_gets_to_be_read_has_its_clients_shape(
+    embedder: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = embedder.client.post("/rerank", content=b'{"query": "a", "texts" : ["a"', headers=JSON)
+    assert (answer.status_code, answer.json()["error_type"]) == (400, "Validation")
+    broken = embedder.client.post("/rerank", content=b'{"query": "a", "documents": ["a"', headers=JSON)
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "BadRequestError")
+
+    def full() -> NoReturn:
+        raise MeshError(503, "ServiceUnavailableError", "no room")
+
+    monkeypatch.setattr(embedder.mesh, "check_room", full)
+    answer = embedder.post("/rerank", {"query": "a", "texts": ["a"]})
+    assert (answer.status_code, answer.json()) == (503, {"error": "no room", "error_type": "Unhealthy"})
 
 
 @pytest.mark.parametrize("side", ["Left", "Right"])
