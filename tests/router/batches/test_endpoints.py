@@ -15,13 +15,13 @@ import pytest
 
 from engine.messages import BATCH_PRIORITY, FinishReason
 from router.config import HttpConfig
-from router.mesh import MeshError, ServedModel
+from router.mesh import MeshError, Prompt, ServedModel
 from router.metrics.metrics import Metrics
 from router.stored.database import StoreDatabase
 from router.stored.store import AnswerStore
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, ids_of, serving
-from tests.router.fake_mesh import FakeMesh, saying
+from tests.router.fake_mesh import FakeGeneration, FakeMesh, saying
 from tests.waiting import until
 
 TEXT = " Hello world!"
@@ -232,9 +232,41 @@ def test_bad_uploads_and_batches_are_refused(
     web = server.client.post("/v1/files", files=form, headers=auth | {"sec-fetch-site": "cross-site"})
     assert web.status_code == 403
     assert server.client.post("/v1/files", data={"purpose": "batch"}, headers=auth).status_code == 415
-    for limit in ("x", "0", "00000001000", "9" * 5000):
+    for limit in ("x", "0", "00000001000", "000000001" + "0" * 5000):
         assert server.client.get(f"/v1/files?limit={limit}", headers=auth).status_code == 400
     assert server.client.get("/v1/batches?after=x", headers=auth).status_code == 400
+
+
+class CountingMesh(FakeMesh):
+    """A mesh that notes how many requests it had at once."""
+
+    most_open = 0
+
+    def generate(self, prompt: Prompt) -> FakeGeneration:
+        generation = super().generate(prompt)
+        self.most_open = max(self.most_open, self.num_open)
+        return generation
+
+
+def test_samples_of_a_line_wait_for_places_like_lines(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    mesh = CountingMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP))
+    mesh.delay = 0.001
+    database = database_of(tmp_path / "answers")
+    with (
+        serving(mesh, HttpConfig(batch_lines_per_instance=3), AnswerStore(database)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        batch = ended(client, begun(client, line("a", n=10), line("b", n=10)).id)
+        answers = read(client, batch.output_file_id)
+        said = [
+            choice["message"]["content"] for each in answers for choice in each["response"]["body"]["choices"]
+        ]
+        assert said == [SAID] * 20
+        assert (len(mesh.generations), mesh.most_open) == (20, 3)
+        server.wait_until_idle()
+    database.close()
 
 
 def test_another_router_goes_on_with_the_lines_that_have_no_answer(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.batches.batch_runs import BatchLimits, BatchRuns
+from router.batches.line_window import LineWindow
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject
 from router.stored.database import StoreUnusable
@@ -92,3 +93,46 @@ def test_lines_begin_one_by_one_so_that_others_are_served_between_them() -> None
 
     asyncio.run(run())
     assert len(computes.began) == len(set(computes.began)) == 9
+
+
+def test_places_go_to_the_earliest_line_and_never_to_one_that_is_gone() -> None:
+    facts: Any = Unusable()
+    window = LineWindow(facts, 2)
+    entered: list[str] = []
+
+    async def enter(name: str, turn: int) -> None:
+        await window.enter(turn)
+        entered.append(name)
+
+    async def run() -> None:
+        tasks = {
+            name: asyncio.create_task(enter(name, turn))
+            for name, turn in [
+                ("a", 5),
+                ("b", 5),
+                ("late", 9),
+                ("first", 1),
+                ("second", 1),
+                ("gone", 0),
+                ("lost", 0),
+            ]
+        }
+        await asyncio.sleep(0)
+        tasks["gone"].cancel()
+        await asyncio.sleep(0)
+        assert entered == ["a", "b"]
+        window.leave()  # the place is lost's, which is cancelled before it gets to run
+        tasks["lost"].cancel()
+        await asyncio.gather(tasks["lost"], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert (entered, window.count) == (["a", "b", "first"], 2)
+        for _ in range(2):
+            window.leave()
+            await asyncio.sleep(0)
+        assert entered == ["a", "b", "first", "second", "late"]
+        for _ in range(2):
+            window.leave()
+        await enter("after", 0)
+        assert window.count == 1
+
+    asyncio.run(run())

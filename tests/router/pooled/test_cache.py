@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from coordinator.pooled_model import PoolingTask
 from engine.messages import Delta
 from engine.pooling_params import Pooled, PoolingParams
 from router.config import HttpConfig
+from router.http.large_bodies import VERY_LARGE_BODY, run_sized
 from router.mesh import Prompt, ServedModel
 from router.metrics.pooling_counts import PoolingCounts
 from router.pooled.cache import OVERHEAD, AnswerNames, PoolingCache
@@ -123,6 +124,20 @@ def test_the_oldest_answers_go_when_there_is_no_room(mesh: Mesh) -> None:
     assert mesh.embed(words[-1]) == last
     assert mesh.embed(words[0]) != first
     assert mesh.num_computed == 12
+
+
+def test_names_of_many_tokens_are_not_made_where_one_request_is_worked_on(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def sized(work: Callable[[], Any], size: int) -> Any:
+        sizes.append(size)
+        return run_sized(work, size)
+
+    monkeypatch.setattr("router.pooled.run.run_sized", sized)
+    mesh.embed(*([[1] * 256] * 513))
+    assert sizes == [VERY_LARGE_BODY]
 
 
 def test_it_holds_no_more_than_its_bytes() -> None:
