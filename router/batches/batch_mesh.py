@@ -1,4 +1,4 @@
-"""The mesh for batch lines: the lowest class of priority, and a bounded number of requests."""
+"""The mesh for batch lines: lowest priority, and a bounded number of requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pauses() -> Iterator[float]:
 
 
 class BatchMesh:
-    """The mesh for one batch line, whose samples and inputs wait for places in the window."""
+    """The mesh for one batch line, whose requests wait for places in the window."""
 
     def __init__(self, mesh: Generates, window: LineWindow, turn: int, events: Counter[str]) -> None:
         """``turn``: number of the line, of which earlier ones go first; ``events`` counts further tries."""

@@ -1,4 +1,4 @@
-"""Bound of what batch lines have in flight: so much for each instance that is ready."""
+"""Bound of what batch lines have in flight, for each instance that is ready."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MOST_TOKENS = 131_072
 MOST_INPUTS = 512
 """Inputs of one request that are under way at once."""
 MOST_OF_LINE = 64
-"""Inputs of one batch line that are under way, or wait for a place beside those of other lines."""
+"""Inputs of one batch line that are under way or wait for a place."""
 
 Answer = TypeVar("Answer")
 

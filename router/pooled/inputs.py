@@ -156,7 +156,7 @@ def _pooling(model: TextModel) -> PooledModel:
 def _judged(
     query: str, text: str, instruction: str, model: TextModel, most: int | None, *, from_end: bool
 ) -> PooledTokens:
-    """A pair within the text that asks a model for yes or no; the document is cut, at either end."""
+    """A pair within the text that asks a model for yes or no."""
     before = JUDGED.format(instruction or INSTRUCTION, query, "")
     begin, end = (model.tokenizer.encode(each, add_special_tokens=False) for each in (JUDGE, JUDGE_END))
     (asked,) = model.tokenizer.backend.encode_batch([before + text], add_special_tokens=False)

@@ -84,11 +84,10 @@ class PooledRunner:
         terms = read_terms(request, id, GenerationRequest(model=name), "")
         stored, num_tokens = stored_terms(request), sum(len(each.ids) for each in inputs)
         is_limited, mesh = stored is None or stored.is_limited, self._mesh if stored is None else stored.mesh
-        most = MOST_INPUTS if stored is None else MOST_OF_LINE
         lease = self._quotas.admit(terms.key, num_tokens) if is_limited else None
         is_refused = True
         try:
-            found = await unless_gone(request.receive, self._within(mesh, terms, inputs, params, most))
+            found = await unless_gone(request.receive, self._within(mesh, terms, inputs, params))
             is_refused = False
             return found
         finally:
@@ -96,29 +95,19 @@ class PooledRunner:
                 lease.end(0, refused=is_refused)
 
     async def _within(
-        self,
-        mesh: Generates,
-        terms: RequestTerms,
-        inputs: Sequence[PooledTokens],
-        params: PoolingParams,
-        most: int,
+        self, mesh: Generates, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
     ) -> list[Pooled]:
         """The answers, within the time that the client allows."""
         try:
             async with asyncio.timeout(terms.timeout) as timeout:
-                return await self._answers(mesh, terms, inputs, params, most)
+                return await self._answers(mesh, terms, inputs, params)
         except TimeoutError as error:
             if terms.timeout is None or not timeout.expired():
                 raise
             raise too_late(terms.timeout) from error
 
     async def _answers(
-        self,
-        mesh: Generates,
-        terms: RequestTerms,
-        inputs: Sequence[PooledTokens],
-        params: PoolingParams,
-        most: int,
+        self, mesh: Generates, terms: RequestTerms, inputs: Sequence[PooledTokens], params: PoolingParams
     ) -> list[Pooled]:
         """The answers: those that are kept, and those of the mesh to all other inputs."""
         names = await self._names(terms, inputs, params)
@@ -138,6 +127,7 @@ class PooledRunner:
             if names:
                 self._cache.put(names[index], answer, computed_in)
 
+        most = MOST_INPUTS if mesh is self._mesh else MOST_OF_LINE
         await pooled_answers(mesh, [len(inputs[each].ids) for each in others], prompt, keep, most)
         return [found[index] for index in range(len(inputs))]
 
@@ -166,10 +156,10 @@ async def pooled_answers(
     on_answer: Callable[[int, Pooled, Numerics | None], None],
     most: int = MOST_INPUTS,
 ) -> list[Pooled]:
-    """Answers to inputs of so many tokens each, ``most`` under way at once; the first failure ends all.
+    """Answers to inputs of so many tokens each; the first failure ends all.
 
-    ``prompt_of`` makes the prompt of each; ``on_answer`` is called as each is answered, with the numerics
-    class that computed it.
+    At most ``most`` are under way at once. ``prompt_of`` makes the prompt of each; ``on_answer`` is called
+    as each is answered, with the numerics class that computed it.
     """
     batch: PooledBatch[Pooled] = PooledBatch(sizes, most)
     running: dict[asyncio.Task[tuple[Pooled, Numerics | None]], int] = {}

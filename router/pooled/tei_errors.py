@@ -15,7 +15,10 @@ PATHS = frozenset({"/embed", "/predict", "/similarity"})
 """Paths whose clients expect this shape; at ``/rerank`` those that send ``texts``."""
 RERANK = "/rerank"
 TEXTS = re.compile(rb'"texts"\s*:')
-"""The field by which a body is known before it is decoded: a quote in a string has a backslash before it."""
+"""Field by which a body is known before it is decoded.
+
+Within a string its quotes would have backslashes before them.
+"""
 KINDS = {429: "Overloaded", 503: "Unhealthy"}
 """``error_type`` by status; below 500 else Validation, and Backend from there."""
 
@@ -28,7 +31,7 @@ class TeiError(msgspec.Struct):
 
 
 def expect_by_body(request: Request, body: bytes) -> None:
-    """Answer errors of a request in this shape from now on, if its body has the field."""
+    """Answer later errors of a request in this shape if its body has the field."""
     request.state.has_tei_errors = request.scope["path"].endswith(RERANK) and bool(TEXTS.search(body))
 
 
