@@ -32,6 +32,8 @@ class ModelImages:
     most: int
     """Images of a request."""
     fetcher: MediaFetcher
+    most_pixels: int
+    """Pixels of an image."""
 
     def take(self, messages: Sequence[Any]) -> tuple[list[Any], list[Prepared]]:
         """The messages with places for images, and these, prepared; blocks until they are.
@@ -52,15 +54,12 @@ class ModelImages:
                 refuse(f"{each.path} {refusal}.", each.path)
         return [replace(each, data=data) if (data := found.get(each.url)) else each for each in sent]  # type: ignore[arg-type]
 
-    @property
-    def mark(self) -> str:
-        """Text that stands for an image in a prompt."""
-        self.preparation.open()
-        return self.preparation.mark
-
     def place(self, text: str, prepared: Sequence[Prepared]) -> str:
-        """The prompt's text with what stands for each image."""
-        return with_images(text, self.mark, prepared)
+        """The prompt's text with what stands for each image.
+
+        It never waits for the process: the mark is known once an image is prepared.
+        """
+        return with_images(text, self.preparation.mark, prepared)
 
     def find(self, ids: Sequence[int], prepared: Sequence[Prepared]) -> tuple[PromptImage, ...]:
         """The images by their places in the prompt's tokens."""
@@ -83,7 +82,7 @@ def images_of(directory: Path, config: HttpConfig) -> ModelImages | None:
         return None
     preparation = ImagePreparation(directory, config.max_image_pixels)
     fetcher = MediaFetcher(config.media_rules, config.max_request_bytes)
-    return ModelImages(preparation, placeholder, config.most_images, fetcher)
+    return ModelImages(preparation, placeholder, config.most_images, fetcher, config.max_image_pixels)
 
 
 def taken_by(
