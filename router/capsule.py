@@ -39,6 +39,8 @@ ADAPTER_DIGITS = 16
 
 Seed = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}$")]
 """A seed in decimal digits: as numbers, many programs would round it to 53 bits."""
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+"""An index or a size, small enough for messages to instances."""
 
 
 class CapsuleProblem(enum.StrEnum):
@@ -110,7 +112,7 @@ class CapsuleTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     dtype: str
     """As numpy names it."""
-    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    shape: tuple[Count, ...]
     data: bytes
     """In C order; base64 in JSON."""
 
@@ -126,10 +128,10 @@ class CapsulePixels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CapsulePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Place of an image in a prompt: its rows are among the tokens [first, end)."""
 
-    prompt: Annotated[int, Meta(ge=0)]
+    prompt: Count
     """Index of the prompt."""
-    first: Annotated[int, Meta(ge=0)]
-    end: Annotated[int, Meta(ge=0)]
+    first: Count
+    end: Count
     digest: str
     """Digest of its pixels."""
 
@@ -184,8 +186,8 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ReplayImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An image of a prompt that is computed again."""
 
-    first: Annotated[int, Meta(ge=0)]
-    end: Annotated[int, Meta(ge=0)]
+    first: Count
+    end: Count
     tensors: tuple[CapsuleTensor, ...]
 
 

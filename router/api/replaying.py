@@ -27,7 +27,7 @@ from router.capsule import CapsuleModel, ReplayAnswer, ReplayRequest
 from router.errors import ApiError, bad_request, refuse
 from router.http.body import decoder
 from router.http.large_bodies import run_sized
-from router.images.replayed import taken_from
+from router.images.replayed import MOST_PIXELS, taken_from
 from router.mesh import Mesh, Prompt, ServedModel
 from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
@@ -72,7 +72,7 @@ class Replaying:
             await self._grammars.check_unchanged(wanted.params.grammar, "params.grammar")
         rank = ranks[next(self._turn) % len(ranks)]
         terms = RequestTerms(id=f"replay-{request.state.request_id}", key=key_of(request), rank=rank)
-        sample = sample_of(wanted, model, terms, Recorder())
+        sample = await run_sized(lambda: sample_of(wanted, model, terms, Recorder()), len(body))
 
         def body_of(_: object) -> bytes:
             return encode(
@@ -226,8 +226,12 @@ def sample_of(
     """The sample of a capsule, ready to be computed again and recorded.
 
     Its salt is new, so that nothing is taken from the prefix cache: all of it is computed again.
+
+    Raises:
+        ApiError: an image has numbers that no processor writes (400).
     """
     params, max_tokens = wanted.params, wanted.params.max_tokens or 0
+    most_pixels = MOST_PIXELS if model.images is None else max(MOST_PIXELS, model.images.most_pixels)
     prompt = Prompt(
         request_id=terms.id,
         prompt_ids=wanted.prompt_ids,
@@ -238,7 +242,7 @@ def sample_of(
         rank=terms.rank,
         cache_salt=uuid.uuid4().hex,
         adapter="" if wanted.adapter is None else wanted.adapter.digest,
-        images=taken_from(wanted.images),
+        images=taken_from(wanted.images, most_pixels),
         repeatable=True,
     )
     stops = StopStrings(params.stop) if params.stop else None

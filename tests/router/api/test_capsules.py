@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,10 +14,14 @@ import pytest
 
 from coordinator.numerics import Numerics
 from engine.messages import Counters, Delta, InstanceReport
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
+from router.api import replaying
 from router.api.replaying import OTHER_TEMPLATE
 from router.capsule import FIELD, Capsule, CapsuleModel, ReplayRequest, found_in, read
 from router.config import HttpConfig
+from router.http.large_bodies import LARGE_BODY
+from router.images.replayed import taken_from
 from router.mesh import NumericsSwitch, ServedModel
 from router.recorded import RecordedSample
 from router.text.text_model import TextModel
@@ -230,6 +236,12 @@ def body_of(fingerprint: str, tokenizer: Tokenizer, **changes: Any) -> dict[str,
     return fields | changes
 
 
+def image(first: int = 0, end: int = 1, shape: Sequence[int] = (1, 0), data: bytes = b"") -> dict[str, Any]:
+    text = base64.b64encode(data).decode()
+    pixels = {"name": "pixel_values", "dtype": "float32", "shape": shape, "data": text}
+    return {"images": [{"first": first, "end": end, "tensors": [pixels]}]}
+
+
 def params(**values: Any) -> dict[str, Any]:
     return {"params": {"max_tokens": 3} | values}
 
@@ -245,6 +257,9 @@ def params(**values: Any) -> dict[str, Any]:
         ({"seed": str(2**63)}, "seed must fit in 64 bits"),
         ({"sample_index": -1}, "sample_index"),
         ({"more": 1}, "unknown field `more`"),
+        (image(first=10**30), "images[0].first"),
+        (image(end=10**30), "images[0].end"),
+        (image(shape=[0, 10**30]), "images[0].tensors[0].shape"),
         ({"params": {"max_tokens": None}}, "params.max_tokens must be set"),
         (params(more=1), "unknown field `more`"),
         (params(n=2), "params.n must be 1"),
@@ -274,6 +289,22 @@ def test_what_no_capsule_holds_is_refused(
     assert answer.status_code == 400, answer.text
     assert problem in answer.json()["error"]["message"]
     assert not server.mesh.prompts
+
+
+def test_images_of_large_bodies_are_checked_beside_the_event_loop(
+    server: Server, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def watched(*given: Any) -> tuple[PromptImage, ...]:
+        threads.append(threading.current_thread().name)
+        return taken_from(*given)
+
+    monkeypatch.setattr(replaying, "taken_from", watched)
+    body = body_of("abc", tokenizer, **image(shape=(1, LARGE_BODY // 4), data=bytes(LARGE_BODY // 4 * 4)))
+    assert server.post("/v1/replay", body).status_code == 200
+    assert threads[0].startswith("large_")
+    assert len(server.mesh.prompts[0].images[0].tensors[0].data) == LARGE_BODY
 
 
 def test_a_capsule_of_another_model_is_refused(server: Server) -> None:

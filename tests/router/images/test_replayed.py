@@ -37,6 +37,7 @@ from router.turns.turn_format import TurnFormat
 PIXELS = CapsuleTensor("pixel_values", "float32", (4, 2), struct.pack("8f", *range(8)))
 GRID = CapsuleTensor("image_grid_thw", "int64", (1, 3), struct.pack("3q", 1, 2, 2))
 MASK = CapsuleTensor("pixel_attention_mask", "int64", (1, 20), struct.pack("20q", *[1] * 20))
+SHAPES = CapsuleTensor("spatial_shapes", "int64", (3, 2), struct.pack("6q", 1, 2, 2, 2, 1, 2))
 IMAGE = ReplayImage(1, 5, (PIXELS, GRID, MASK))
 
 
@@ -57,6 +58,10 @@ def test_images_have_names_of_their_own() -> None:
         (replace(GRID, data=struct.pack("3q", 1, -2, -2)), "larger than the image's pixels"),
         (replace(GRID, name="image_sizes", data=struct.pack("3q", 1, 1 << 14, 1 << 14)), "larger than"),
         (replace(MASK, data=struct.pack("20q", *[1] * 19, 2)), "larger than the image's pixels"),
+        (replace(GRID, data=struct.pack("3q", 1 << 62, 1 << 62, 1 << 62)), "larger than the image's pixels"),
+        (replace(GRID, data=struct.pack("3q", 0, 3, 3)), "larger than the image's pixels"),
+        (replace(SHAPES, data=struct.pack("6q", 1, 2, 2, 2, 1, 3)), "larger than the image's pixels"),
+        (replace(SHAPES, data=struct.pack("6q", 2, 1, -1, -1, 1, 1)), "larger than the image's pixels"),
     ],
 )
 def test_numbers_that_no_processor_writes_are_refused(bad: CapsuleTensor, problem: str) -> None:
@@ -66,6 +71,33 @@ def test_numbers_that_no_processor_writes_are_refused(bad: CapsuleTensor, proble
     with pytest.raises(ApiError, match=problem) as caught:
         taken_from([replace(IMAGE, tensors=(PIXELS, *tensors, bad))])
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 12])
+def test_an_image_in_tiles_has_a_size_for_each(tiles: int) -> None:
+    """As LFM2-VL's processor writes them: patches along height and width of each tile."""
+    pixels = CapsuleTensor("pixel_values", "float32", (tiles, 32 * 32, 3), bytes(tiles * 32 * 32 * 3 * 4))
+    shapes = CapsuleTensor(
+        "spatial_shapes", "int64", (tiles, 2), struct.pack(f"{2 * tiles}q", *[32] * 2 * tiles)
+    )
+    mask = CapsuleTensor(
+        "pixel_attention_mask", "int32", (tiles, 32 * 32), struct.pack("i", 1) * tiles * 32 * 32
+    )
+    (found,) = taken_from([ReplayImage(1, 5, (pixels, shapes, mask))])
+    assert [each.name for each in found.tensors] == ["pixel_values", "spatial_shapes", "pixel_attention_mask"]
+
+
+def test_sizes_before_an_image_was_cut_have_the_bound_of_requests() -> None:
+    original = replace(GRID, name="image_sizes", shape=(1, 2), data=struct.pack("2q", 1 << 14, 1 << 13))
+    image = replace(IMAGE, tensors=(PIXELS, original))
+    with pytest.raises(ApiError, match="larger than"):
+        taken_from([image])
+    assert taken_from([image], 1 << 27)
+
+
+def test_arrays_without_numbers_are_taken() -> None:
+    empty = [replace(MASK, shape=shape, data=b"") for shape in ((0,), (0, 2), (1 << 31, 0), (0, 1 << 31))]
+    assert taken_from([replace(IMAGE, tensors=(PIXELS, *empty))])
 
 
 def test_too_many_tensors_are_refused() -> None:
