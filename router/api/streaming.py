@@ -194,6 +194,7 @@ class EventStream(Response):
 async def made_of(samples: Sequence[OutputStream], make: Callable[[], bytes]) -> bytes:
     """Part of an answer, made in a thread if these samples have much for it."""
     is_heavy = sum(sample.num_values for sample in samples) > HEAVY
+    is_heavy = is_heavy or any(sample.records_images for sample in samples)
     return await asyncio.to_thread(make) if is_heavy else make()
 
 

@@ -149,6 +149,11 @@ class OutputStream:
         return of_prompt + self.num_tokens * (1 + (params.logprobs or 0))
 
     @property
+    def records_images(self) -> bool:
+        """Whether its capsule has images: megabytes, which take long to write."""
+        return self._recorder is not None and bool(self.prompt.images)
+
+    @property
     def may_stop(self) -> bool:
         """Whether stop strings may end it at any delta."""
         return self._search is not None

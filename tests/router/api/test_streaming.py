@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from engine.messages import Delta, FinishReason
+from engine.prompt_images import PromptImage
 from engine.sampling import SamplingParams
 from router.api.answers import Answer, AnswerFacts, ChunkedAnswer
 from router.api.completions import CompletionAnswer
@@ -21,7 +22,7 @@ from router.api.parameters import sampling_params
 from router.api.prompts import completion_prompts
 from router.api.request_run import RequestRun, merged
 from router.api.request_samples import make_samples
-from router.api.streaming import EventStream, unless_gone, whole_answer
+from router.api.streaming import EventStream, made_of, unless_gone, whole_answer
 from router.api.tracing import UNTRACED, RequestTrace
 from router.api.understanding import Understood
 from router.config import HttpConfig
@@ -31,6 +32,7 @@ from router.http.connection import CUT_OFF
 from router.mesh import MeshError, Prompt, TokenSink
 from router.metrics.metrics import Metrics
 from router.openai_api import CompletionRequest
+from router.recorded import Recorder
 from router.text.output_stream import OutputStream, TextPiece, join
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
@@ -46,6 +48,22 @@ def sample_of(tokenizer: Tokenizer, **params: Any) -> OutputStream:
     settings = SamplingParams(**params)
     stops = StopStrings(settings.stop) if settings.stop else None
     return OutputStream(0, Prompt("id", [5], settings, 1), settings, tokenizer, stops=stops)
+
+
+def test_capsules_with_images_are_written_in_a_thread(tokenizer: Tokenizer) -> None:
+    params = SamplingParams()
+    threads: list[threading.Thread] = []
+
+    def make() -> bytes:
+        threads.append(threading.current_thread())
+        return b""
+
+    for images in ((), (PromptImage(0, 1, b"d" * 16),)):
+        prompt = Prompt("id", [5], params, 1, images=images)
+        for recorder in (None, Recorder()):
+            sample = OutputStream(0, prompt, params, tokenizer, recorder=recorder)
+            asyncio.run(made_of([sample], make))
+    assert [each is threading.current_thread() for each in threads] == [True, True, True, False]
 
 
 def say(sample: OutputStream, deltas: Sequence[Delta]) -> TextPiece:
