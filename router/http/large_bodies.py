@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from router.errors import ApiError
@@ -54,12 +54,19 @@ class BoundedThreads:
         if not self._taken.acquire(blocking=False):
             message = "Too many long requests wait to be tokenised; try again in a few seconds."
             raise ApiError(503, message, headers={"retry-after": "5"})
-        future = self._threads.submit(contextvars.copy_context().run, self._do, work)
+        given_up = threading.Event()
+        future = self._threads.submit(contextvars.copy_context().run, self._do, work, given_up)
         future.add_done_callback(self._leave)  # one that is cancelled while it runs leaves at its end
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
-    def _do(self, work: Callable[[], Result]) -> Result:
+    def _do(self, work: Callable[[], Result], given_up: threading.Event) -> Result:
         with self._at_work:
+            if given_up.is_set():  # while it had a thread, and no place yet
+                raise CancelledError
             _own.threads = self
             try:
                 return work()

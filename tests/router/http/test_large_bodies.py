@@ -80,6 +80,29 @@ def test_who_waits_for_something_else_leaves_the_place_to_others() -> None:
         asyncio.run(fill())
 
 
+def test_who_is_given_up_before_a_place_is_free_does_no_work() -> None:
+    """Each has a thread by then."""
+    lane, go = BoundedThreads("test", at_once=1, most_waiting=3, most_elsewhere=3), threading.Event()
+    ran: list[str] = []
+
+    async def fill() -> None:
+        first = asyncio.create_task(lane.run(lambda: go.wait(10)))
+        await asyncio.to_thread(until, lambda: not lane._at_work._value)
+        gone = [asyncio.create_task(lane.run(lambda: ran.append("gone"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(until, lane._threads._work_queue.empty)
+        for each in gone:
+            each.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        last = asyncio.create_task(lane.run(lambda: ran.append("last")))
+        go.set()
+        await asyncio.gather(first, last)
+        await asyncio.to_thread(until, lambda: lane._taken._value == 4)
+
+    asyncio.run(fill())
+    assert ran == ["last"]
+
+
 def test_light_work_is_done_at_once_and_heavy_work_in_a_thread() -> None:
     async def where(size: int) -> threading.Thread:
         return await run_sized(threading.current_thread, size)
