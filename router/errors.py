@@ -22,6 +22,8 @@ from router.mesh import MeshError
 
 MAX_LOGGED = 300
 """Characters of an error's message in the log."""
+ITEM = re.compile(r"\binput\[(\d{1,9})\]", re.ASCII)
+"""An item of a conversation, in an error."""
 
 
 class ErrorKind(enum.StrEnum):
@@ -108,15 +110,39 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
     except ApiError as error:
         message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
         param = names.get(error.param, error.param) if error.param else None
-        raise ApiError(
-            error.status,
-            message,
-            kind=error.kind,
-            param=param,
-            reason=error.reason,
-            headers=error.headers,
-            logged=error.logged,
-        ) from error
+        raise _renamed(error, message, param) from error
+
+
+@contextlib.contextmanager
+def behind_items(count: int, field: str) -> Iterator[None]:
+    """Raise errors about items of a whole conversation again by their places in the client's input.
+
+    ``count``: items before these, which the client named by ``field``.
+    """
+
+    def place(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return f"{field}[{number}]" if number < count else f"input[{number - count}]"
+
+    try:
+        yield
+    except ApiError as error:
+        if not count:
+            raise
+        message, param = (ITEM.sub(place, text) for text in (str(error), error.param or ""))
+        raise _renamed(error, message, param or None) from error
+
+
+def _renamed(error: ApiError, message: str, param: str | None) -> ApiError:
+    return ApiError(
+        error.status,
+        message,
+        kind=error.kind,
+        param=param,
+        reason=error.reason,
+        headers=error.headers,
+        logged=error.logged,
+    )
 
 
 def from_mesh(error: MeshError) -> ApiError:

@@ -12,7 +12,7 @@ from router.api.answers import encode, json_response
 from router.api.headers import client_id_of
 from router.api.responses import wire
 from router.config import HttpConfig
-from router.errors import ApiError, ErrorBody, refuse
+from router.errors import ApiError, ErrorBody, behind_items, refuse
 from router.http.body import decoder, read_body
 from router.http.large_bodies import run_sized
 from router.stored.conversation_endpoints import NO_SUCH_CONVERSATION, page_of_items
@@ -87,26 +87,28 @@ class StoredResponses:
         if conversation:  # it is the store that adds the answer to it
             purpose = purpose or Purpose.STORED
             before = await self._items_of(conversation, tenant_of(request))
-        items = items_of(fields.input, before, id)
-        if before or conversation:
-            given = None if not conversation else {"id": conversation}
-            body = await run_sized(lambda: _with_input(body, items, given), len(body))
-        if purpose is None:
-            request.state.is_resolved = True
-            return await self._handler(with_body(request, body))
-        added = msgspec.json.encode(items[len(before) :]) if conversation else b""
-        new = NewAnswer(
-            "responses", id, client_id, purpose, body, msgspec.json.encode(items), conversation, added
-        )
-        run = await begun(self._runs, request, new)
-        if run is None:
-            request.state.is_resolved = True
-            return await self._handler(with_body(request, body))
-        if fields.stream:
-            return self._streams.response(run, 0)
-        if purpose is Purpose.BACKGROUND:
-            return json_response(encode(_unfinished(id, run.request, QUEUED)))
-        return await self._whole(run)
+        referred = "conversation" if conversation else "previous_response_id"
+        with behind_items(len(before), referred):
+            items = items_of(fields.input, before, id)
+            if before or conversation:
+                given = None if not conversation else {"id": conversation}
+                body = await run_sized(lambda: _with_input(body, items, given), len(body))
+            if purpose is None:
+                request.state.is_resolved = True
+                return await self._handler(with_body(request, body))
+            added = msgspec.json.encode(items[len(before) :]) if conversation else b""
+            new = NewAnswer(
+                "responses", id, client_id, purpose, body, msgspec.json.encode(items), conversation, added
+            )
+            run = await begun(self._runs, request, new)
+            if run is None:
+                request.state.is_resolved = True
+                return await self._handler(with_body(request, body))
+            if fields.stream:
+                return self._streams.response(run, 0)
+            if purpose is Purpose.BACKGROUND:
+                return json_response(encode(_unfinished(id, run.request, QUEUED)))
+            return await self._whole(run)
 
     def _purpose(self, request: Request, fields: _Fields) -> Purpose | None:
         if fields.background:

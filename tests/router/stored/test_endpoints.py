@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -150,6 +151,29 @@ def test_a_conversation_gets_what_is_asked_and_answered_in_it(stored: Server) ->
     assert client.conversations.delete(made.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.conversations.retrieve(made.id)
+
+
+def test_errors_name_the_items_that_the_client_sent(stored: Server) -> None:
+    """This model takes no images."""
+    client = client_of(stored)
+    first = client.responses.create(model="tiny", input="Hello", store=True)
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    bad: Any = [{"role": "user", "content": "More"}, {"role": "user", "content": [picture]}]
+    made = client.conversations.create(items=[{"type": "message", "role": "user", "content": "Hello"}])
+    calls: list[dict[str, Any]] = [
+        {},
+        {"previous_response_id": first.id},
+        {"previous_response_id": first.id, "store": True},
+        {"conversation": made.id},
+    ]
+    for call in calls:
+        with pytest.raises(openai.BadRequestError, match=r"input\[1\]\.content\[0\]") as refused:
+            client.responses.create(model="tiny", input=bad, **call)
+        assert refused.value.param == "input[1].content[0]", call
+    client.conversations.items.create(made.id, items=bad[1:])
+    with pytest.raises(openai.BadRequestError, match="conversation") as refused:
+        client.responses.create(model="tiny", input="Well?", conversation=made.id)
+    assert refused.value.param == "conversation[1].content[0]"
 
 
 def test_a_response_in_the_background_is_polled_and_cancelled(stored: Server) -> None:
