@@ -115,9 +115,9 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def behind_items(count: int, field: str) -> Iterator[None]:
-    """Raise errors about items of a whole conversation again by their places in the client's input.
+    """Raise errors about a conversation's items again by their places in the input.
 
-    ``count``: items before these, which the client named by ``field``.
+    ``count``: items before the client's own input, which it named by ``field``.
     """
 
     def place(found: re.Match[str]) -> str:

@@ -18,7 +18,7 @@ from router.errors import refuse
 FORMATS = {"float32": "<f4", "int64": "<i8", "int32": "<i4", "uint8": "u1", "bool": "u1"}
 """Types of numbers, with how their bytes are read."""
 FEW = 4
-"""Numbers of a row that may be the sizes of an image, or of a tile of it.
+"""Most numbers of a row that may be sizes of an image or tile.
 
 Longer rows are of masks: each number is 0 or 1.
 """
@@ -31,7 +31,7 @@ MOST_TENSORS = 8
 
 
 def taken_from(images: Sequence[ReplayImage], most_pixels: int = MOST_PIXELS) -> tuple[PromptImage, ...]:
-    """Images for instances, each of at most so many pixels before it was cut and scaled.
+    """Images for instances, of at most so many pixels before they were cut.
 
     Their names are those of no image of a request. A capsule may come from anybody: by the name that it
     gives, others would find its pixels.
