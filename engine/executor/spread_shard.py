@@ -15,7 +15,7 @@ import torch
 from coordinator.messages import GroupPlan
 from engine.attention.base import AttentionUse
 from engine.executor.loaded_shard import LoadedShard
-from engine.executor_contract import ExpertTimes
+from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
 from engine.host.cache_size import experts_after_loss, leave_room
 from engine.kernels.program import Program
@@ -115,6 +115,13 @@ class SpreadShard(LoadedShard):
         if goes_between_hosts(form) and self._model.device.type == "cpu":
             hosts = [peer.host for peer in form.peers for _ in range(form.ranks)]
             exchange(group, held, hosts, should_stop)
+
+    def weights_digest(self, progress: Progress = lambda text: None) -> str:
+        """See :class:`.LoadedShard`; loaded experts are named by it, as those of an update are."""
+        found = super().weights_digest(progress)
+        if self._held is not None and not self._held.weights:  # at start: nothing is switched to yet
+            self._held.weights = found
+        return found
 
     def link_counts(self) -> list[LinkCount]:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""

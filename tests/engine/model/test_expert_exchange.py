@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from coordinator.messages import MemoryPart
 from engine.model import expert_exchange
 from engine.model.checkpoint import ReadingStopped, read_model_info
 from engine.model.expert_change import HeldExperts
@@ -17,6 +18,7 @@ from engine.model.expert_exchange import exchange
 from engine.model.expert_weights import ExpertShare, expert_modules, expert_parameters
 from parallel.communicators.base import Communicator
 from parallel.placement import assign_experts
+from tests.engine.invariance.spread import Members
 from tests.engine.kernels.exchange.linked_group import linked_group, of_all
 from tests.engine.model.test_expert_change import PLENTY, assert_holds
 from tests.engine.model.test_expert_weights import load
@@ -142,3 +144,27 @@ def test_an_exchange_that_nobody_wants_any_more_ends(directory: Path) -> None:
     (_, held), _ = members(directory)
     with pytest.raises(ReadingStopped):
         exchange(thread_group(2)[0], held, HOSTS, lambda: True)
+
+
+def test_one_that_woke_gives_to_one_that_loaded_the_same_weights(
+    directory: Path,
+) -> None:
+    members = Members(directory, 2, dtype="float32")
+    woken, fresh = members.workers
+    for worker in members.workers:
+        assert worker.arithmetic()[0].weights  # as each tells before it enters a group
+    assert woken.give_back(MemoryPart.WEIGHTS)
+    woken.new_weights.prepare("")
+    woken.new_weights.switch()
+    ends, wanted = thread_group(2), list(range(woken._info.num_experts))
+    missing = fresh._held.missing([wanted])
+    assert missing
+
+    def member(rank: int) -> int:
+        if rank == 0:
+            return exchange(ends[0], woken._held, HOSTS, lambda: False)
+        fresh._held.prepare([wanted], PLENTY, elsewhere=missing)
+        return exchange(ends[1], fresh._held, HOSTS, lambda: False)
+
+    assert of_all(2, member) == [0, len(missing)], "experts went over the link and were read all the same"
+    members.close()
