@@ -37,7 +37,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_source import find_draft
 from engine.step import KVSpec, ModelFacts
 from engine.vision.encoded_images import EncodedImages
-from engine.vision.tower import load_tower
+from engine.vision.tower import computing_type, load_tower
 from engine.weight_versions.shard_weights import ShardWeights
 from parallel.expert_parallel import Dispatch
 from parallel.placement import assign_experts
@@ -164,13 +164,21 @@ class LoadedShard:
             return None
         assert model is not None
         progress("loading the encoder of images")
-        tower = load_tower(Path(self._info.directory), model.dtype, model.device)
+        tower = load_tower(Path(self._info.directory), model.dtype, self._image_type, model.device)
         if not self._shard.is_last and tower.num_added > len(model.stage.layers):
             raise CheckpointError(
                 f"-pp: the first stage has {len(model.stage.layers)} layers, and images add to the first "
                 f"{tower.num_added}: give it more (--pipeline-split)"
             )
         return EncodedImages(tower, placeholder)
+
+    @property
+    def _image_type(self) -> torch.dtype:
+        """Type of numbers that images are encoded in, the same at workers without the encoder."""
+        model = self._model
+        assert model is not None
+        on_torch = model.device.type != "cpu" or self._config.device.on_torch
+        return computing_type(model.dtype, model.device, None if on_torch else library.load())
 
     def _check_gpu(self) -> None:
         """Raise CheckpointError for what is asked for and is not built for GPUs."""

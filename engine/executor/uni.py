@@ -57,7 +57,8 @@ from engine.states.pool import own_zeros
 from engine.step import Span, Step, StepResult
 from engine.transfers.block_memory import BlockMemory, CacheMemory
 from engine.transfers.piece_memory import PieceMemory
-from engine.vision.other_tower import reader_of
+from engine.vision.other_tower import TowerReader
+from engine.vision.tower import computed_on
 from engine.weight_versions.shard_weights import ShardWeights
 from parallel.communicators.base import CollectiveError
 from parallel.devices import device_sharers
@@ -340,10 +341,13 @@ class UniExecutor(SpreadShard):
         model, program = self._model, self._program
         assert model is not None, "load() comes first"
         layers, weights = (self.layers.start, self.layers.stop), self.weights_digest()
+        images = ""
+        if self._info.image_token is not None and model.device.type == "cpu":  # of all stages: one class
+            images = f", {computed_on(self._image_type)}"
         if program is not None:
-            order = program.is_order_fixed
-            return [Arithmetic(program.kind, program.version, "native", layers, order, weights=weights)]
-        device, fixed = _torch_on(model.device), self._fixed is not None
+            order, version = program.is_order_fixed, program.version + images
+            return [Arithmetic(program.kind, version, "native", layers, order, weights=weights)]
+        device, fixed = _torch_on(model.device) + images, self._fixed is not None
         return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed, weights=weights)]
 
     def _check_kernels(self, model: LoadedModel) -> None:
@@ -430,7 +434,7 @@ class UniExecutor(SpreadShard):
             self._new_weights.num_steps = lambda: self._num_begun
             self._new_weights.drafts = self._drafts
             if self.image_encoder is not None:
-                self._new_weights.read_tower = reader_of(self.image_encoder, Path(self._info.directory))
+                self._new_weights.tower = TowerReader(self.image_encoder, Path(self._info.directory))
         return self._new_weights
 
     def give_back(self, part: MemoryPart) -> bool:

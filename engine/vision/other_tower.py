@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.model.tensors_again import default_type_of_this_thread
+from engine.model.weight_files import OpenFile
 from engine.vision.encoded_images import EncodedImages
 from engine.vision.tower import ImageTower, load_tower
 
@@ -28,12 +28,27 @@ class OtherTower:
         """Nothing has it but this."""
 
 
-def reader_of(images: EncodedImages, served: Path) -> Callable[[Path], OtherTower]:
-    """Function that reads the tower of another version; ``served``: the model's own directory."""
+class TowerReader:
+    """A :class:`engine.weight_versions.shard_weights.PartBeside`: the encoder of images."""
 
-    def read(directory: Path) -> OtherTower:
-        tower = images.tower
+    def __init__(self, images: EncodedImages, served: Path) -> None:
+        """``served``: the model's own directory."""
+        self._images = images
+        self._served = served
+
+    def __repr__(self) -> str:
+        return f"<TowerReader for {self._images!r}>"
+
+    @property
+    def bytes_again(self) -> int:
+        """Bytes that a second tower takes."""
+        return self._images.tower.num_bytes
+
+    def prepare(self, directory: Path, open_file: OpenFile) -> OtherTower:
+        """Read the tower of another version."""
+        tower = self._images.tower
         with default_type_of_this_thread():
-            return OtherTower(images, load_tower(served, tower.dtype, tower.device, directory))
-
-    return read
+            other = load_tower(
+                self._served, tower.dtype, tower.computes, tower.device, (directory, open_file)
+            )
+        return OtherTower(self._images, other)

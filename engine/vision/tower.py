@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from engine.model.checkpoint import CheckpointError
+from engine.kernels.core.library import KernelLibrary
+from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.errors import first_line
+from engine.model.sharding.shard_weights import all_tensors
+from engine.model.weight_files import OpenFile
+from engine.model.weight_set import weight_files
 from engine.model.weights import LOADING
 from engine.prompt_images import PromptImage
 from parallel.compiler import cpu_flags
 
-BFLOAT16_PRODUCTS = {"avx512_bf16", "amx_bf16"}
-"""Flags of CPUs that multiply in bfloat16."""
 
-
-def computing_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def computing_type(dtype: torch.dtype, device: torch.device, kernels: KernelLibrary | None) -> torch.dtype:
     """Type that a tower computes in, whose rows are of ``dtype``.
 
-    CPUs without products in bfloat16 take more than twice as long in it as in float32.
+    CPUs without products in bfloat16 take more than twice as long in it as in float32. The kernels in use
+    decide, not the CPU: hosts of one numerics class compute alike.
     """
-    if device.type == "cpu" and dtype == torch.bfloat16 and not cpu_flags() & BFLOAT16_PRODUCTS:
-        return torch.float32
-    return dtype
+    multiplies = kernels is not None and kernels.has_avx512
+    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 and not multiplies else dtype
+
+
+def computed_on(computes: torch.dtype) -> str:
+    """Facts that decide the bits of rows on a CPU, beside the kernels of the text model."""
+    tiles = " AMX" if computes == torch.bfloat16 and "amx_bf16" in cpu_flags() else ""
+    kind = str(computes).removeprefix("torch.")
+    return f"images in {kind} on {torch.backends.cpu.get_cpu_capability()}{tiles}"
 
 
 class ImageTower:
@@ -36,18 +46,26 @@ class ImageTower:
     Images are encoded one by one, so that the rows of one do not depend on others.
     """
 
-    def __init__(self, model: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``model``: of transformers, with ``get_image_features``, in its :func:`computing_type`.
+    def __init__(
+        self, model: Any, hidden: int, dtype: torch.dtype, computes: torch.dtype, device: torch.device
+    ) -> None:
+        """``model``: of transformers, with ``get_image_features``, whose numbers are of type ``computes``.
 
         ``hidden``: the text model's width.
         """
         self._model = model
+        self.computes = computes
         self._hidden = hidden
         self.dtype = dtype
         self.device = device
 
     def __repr__(self) -> str:
         return f"<ImageTower of {type(self._model).__name__}>"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights, as they are computed with."""
+        return sum(each.nbytes for each in (*self._model.parameters(), *self._model.buffers()))
 
     @property
     def num_added(self) -> int:
@@ -80,44 +98,55 @@ class ImageTower:
     def _tensor(self, dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
         array = np.frombuffer(data, dtype=dtype).reshape(shape)
         tensor = torch.from_numpy(array.copy())
-        computes = computing_type(self.dtype, self.device)
-        return tensor.to(self.device, computes if tensor.is_floating_point() else None)
+        return tensor.to(self.device, self.computes if tensor.is_floating_point() else None)
 
 
 def load_tower(
-    directory: Path, dtype: torch.dtype, device: torch.device, weights: Path | None = None
+    directory: Path,
+    dtype: torch.dtype,
+    computes: torch.dtype,
+    device: torch.device,
+    weights: tuple[Path, OpenFile] | None = None,
 ) -> ImageTower:
     """Read what a checkpoint has beside its language part.
 
     That is made without any layer, so its weights are not read but for the embedding, which is dropped.
-    ``weights``: directory of other weights of the same model, which may change afterwards; None: its own.
+    ``weights``: directory of other weights of the same model, and what opens its files; None: its own.
 
     Raises:
         CheckpointError: it has no encoder of images that transformers knows.
+        ReadingStopped: what opens files stops.
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     hidden = int(config.get_text_config(decoder=True).hidden_size)
+    source = directory
+    tensors: dict[str, Any] | None = None
     try:
-        with LOADING:  # transformers changes itself meanwhile, and not for one thread
-            model = AutoModelForImageTextToText.from_pretrained(
-                weights or directory,
+        with LOADING, ExitStack() as opened:  # transformers changes itself meanwhile, and not for one thread
+            if weights is not None:
+                source, open_file = weights
+                tensors = all_tensors(
+                    [opened.enter_context(open_file(each)) for each in weight_files(source)]
+                )
+            model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+            model = model_class.from_pretrained(
+                directory if tensors is None else None,
                 config=_without_layers(config),
-                dtype=computing_type(dtype, device),
+                dtype=computes,
                 local_files_only=True,
+                state_dict=tensors,
             )
+    except (CheckpointError, ReadingStopped):
+        raise
     except Exception as error:  # whatever a config.json may do to transformers' code
         raise CheckpointError(
-            f"{weights or directory}: the encoder of images cannot be read. "
-            f"transformers says: {first_line(error)}"
+            f"{source}: the encoder of images cannot be read. transformers says: {first_line(error)}"
         ) from error
     inner = getattr(model, "model", model).to(device).eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)
-    if weights is not None:  # its files may be mapped
-        for tensor in (*inner.parameters(), *inner.buffers()):
-            tensor.data = tensor.data.clone()
-    return ImageTower(inner, hidden, dtype, device)
+    return ImageTower(inner, hidden, dtype, computes, device)
 
 
 def _without_layers(config: Any) -> Any:

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 
 
-class Drafts(Protocol):
-    """Contract of what proposes tokens, and may be a part of the checkpoint."""
+class PartBeside(Protocol):
+    """Contract of what may be a part of the checkpoint beside the model's own layers."""
 
     @property
     def bytes_again(self) -> int:
@@ -76,11 +76,11 @@ class ShardWeights:
         self._free_memory = free_memory
         self.num_steps: Callable[[], int] = lambda: 0
         """Steps begun so far: beside them, little is done at once."""
-        self.drafts: Drafts | None = None
+        self.drafts: PartBeside | None = None
         """What proposes tokens by layers of the checkpoint; None: nothing does."""
         self._next: PreparedWeights | None = None
-        self.read_tower: Callable[[Path], PreparedWeights] | None = None
-        """Reads another version's encoder of images; None: there is none here."""
+        self.tower: PartBeside | None = None
+        """Encoder of images; None: there is none here."""
         self._next_tower: PreparedWeights | None = None
         self._next_drafts: PreparedWeights | None = None
         self._spread: SpreadWeights | None = None
@@ -219,8 +219,8 @@ class ShardWeights:
         del module, found
         if self.drafts is not None:
             self._next_drafts = self.drafts.prepare(directory, files.open)
-        if self.read_tower is not None:
-            self._next_tower = self.read_tower(directory)
+        if self.tower is not None:
+            self._next_tower = self.tower.prepare(directory, files.open)
         return files.digest()
 
     def _check_memory(self, num_bytes: int) -> None:
@@ -230,8 +230,7 @@ class ShardWeights:
         if self._held is not None:  # of the experts, this member's
             here = min(num_bytes, self._model.weight_bytes)
         laid_out = 0 if self._program is None else self._program.weight_bytes
-        if self.drafts is not None:
-            laid_out += self.drafts.bytes_again
+        laid_out += sum(each.bytes_again for each in (self.drafts, self.tower) if each is not None)
         needed, free = (here + laid_out) * shard.neighbours, self._free_memory()
         if needed > free * (1 - MARGIN):
             raise WeightsRefused(

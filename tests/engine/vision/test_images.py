@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import transformers as hf
 from msgspec.structs import replace
 
+from engine.kernels.core import library
 from engine.messages import Submit
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.sampling import SamplingParams
@@ -197,15 +199,38 @@ def test_hits_that_end_in_an_image_go_on_there(
     assert prompt.images[0].first < counters.prefix_cache_hits < prompt.images[0].end
 
 
-def test_rows_in_bfloat16_are_those_of_float32_rounded(
-    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU that has no products in bfloat16."""
-    monkeypatch.setattr(tower, "cpu_flags", frozenset)
+def test_rows_in_bfloat16_are_those_of_float32_rounded(directories: Callable[[str], Path]) -> None:
+    """Where the kernels in use have no products in bfloat16."""
     image = seen_prompt("llava", 1).images[0]
     rows, wide = (
-        tower.load_tower(directories("llava"), dtype, torch.device("cpu")).encode(image)
+        tower.load_tower(directories("llava"), dtype, torch.float32, torch.device("cpu")).encode(image)
         for dtype in (torch.bfloat16, torch.float32)
     )
     assert rows.dtype == torch.bfloat16
     assert torch.equal(rows, wide.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("numerics", ["avx2", "torch"])
+def test_the_type_of_an_encoder_follows_the_class(
+    numerics: str, directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts of one class compute alike, whatever else their CPUs have; the class names the rest."""
+    if library.why_not("avx2") is not None:
+        pytest.skip("no AVX2 here")
+    monkeypatch.setattr(tower, "cpu_flags", lambda: {"avx512_bf16", "amx_bf16"})
+    executor = load(directories("llava"), numerics=numerics).executor
+    assert executor.image_encoder.tower.computes == torch.float32
+    (found,) = executor.arithmetic()
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert found.version.endswith(f", images in float32 on {capability}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert executor.arithmetic() != [found]
+
+
+def test_products_in_bfloat16_are_those_of_the_kernels() -> None:
+    wide = SimpleNamespace(has_avx512=True)
+    cpu, on = torch.device("cpu"), tower.computing_type
+    assert on(torch.bfloat16, cpu, wide) == torch.bfloat16  # type: ignore[arg-type]
+    assert on(torch.bfloat16, cpu, SimpleNamespace(has_avx512=False)) == torch.float32  # type: ignore[arg-type]
+    assert on(torch.bfloat16, cpu, None) == on(torch.float32, cpu, wide) == torch.float32  # type: ignore[arg-type]
+    assert on(torch.bfloat16, torch.device("cuda"), None) == torch.bfloat16

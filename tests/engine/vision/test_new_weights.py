@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -10,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from engine.host.memory import MARGIN
 from engine.messages import Submit
 from engine.model.weight_digest import whole_digest
+from engine.model.weight_files import MAPPED
 from engine.prompt_images import PromptImage
-from engine.weight_versions.contract import WeightsRefused
+from engine.vision import other_tower
+from engine.vision.encoded_images import EncodedImages
+from engine.vision.tower import load_tower
+from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 from tests.engine.invariance.answers import ALONE, How, Instance, load, run
 from tests.engine.vision.test_images import submit_of
-from tests.engine.vision.tiny_vision_models import make_tiny_vision_model, seen_prompt
+from tests.engine.vision.tiny_vision_models import PLACEHOLDER, make_tiny_vision_model, seen_prompt
 from tests.engine.weight_versions.made import trained
 
 FAMILIES = ["llava", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen3_vl", "gemma3"))]
@@ -100,3 +106,65 @@ def test_a_tower_of_another_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsRefused, match="patch_embedding"):
         instance.executor.new_weights.prepare(str(other))
     assert instance.answers(wanted, ALONE)[0] == before
+
+
+@pytest.mark.parametrize(("stops", "reason"), [(False, "ends before"), (True, None)])
+def test_a_tower_depends_on_no_mapped_file(
+    stops: bool, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer cuts the file while the tower is read, or what is read is not wanted any more."""
+    directory = make_tiny_vision_model(tmp_path / "old", "llava")
+    (path,) = shards(trained(directory, tmp_path / "new"))
+    is_reading = False
+
+    def load_and_note(*arguments: Any) -> Any:
+        nonlocal is_reading
+        is_reading = True
+        try:
+            return load_tower(*arguments)
+        finally:
+            is_reading = False
+
+    def should_stop() -> bool:
+        if is_reading and not stops:
+            os.truncate(path, 1 << 14)
+        return is_reading and stops
+
+    monkeypatch.setattr(other_tower, "load_tower", load_and_note)
+    instance = load(directory, dtype="float32")
+    wanted = submits("llava")[:2]
+    before = instance.answers(wanted, ALONE)[0]
+    with pytest.raises(WeightsSuperseded if stops else WeightsRefused, match=reason):
+        instance.executor.new_weights.prepare(str(path.parent), should_stop)
+    assert instance.answers(wanted, ALONE)[0] == before
+
+
+def test_room_for_a_second_tower_is_needed_too(tmp_path: Path) -> None:
+    executor = load(make_tiny_vision_model(tmp_path, "llava"), dtype="float32").executor
+    weights, stored = executor.new_weights, sum(path.stat().st_size for path in shards(tmp_path))
+    tower = executor.image_encoder.tower.num_bytes
+    assert tower > 50_000
+    room = (stored + executor._program.weight_bytes + tower // 2) / (1 - MARGIN)
+    weights._free_memory = lambda: int(room)
+    with pytest.raises(WeightsRefused, match="no memory for both versions"):
+        weights.prepare("")
+    weights.tower = None
+    weights.prepare("")
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_a_tower_that_computes_in_bfloat16_is_that_of_a_fresh_instance(family: str, tmp_path: Path) -> None:
+    directory, cpu, kind = (
+        make_tiny_vision_model(tmp_path / "old", family),
+        torch.device("cpu"),
+        torch.bfloat16,
+    )
+    new = trained(directory, tmp_path / "new")
+    (image,) = seen_prompt(family, 1).images
+    images = EncodedImages(load_tower(directory, kind, kind, cpu), PLACEHOLDER)
+    old = images.tower.encode(image)
+    other_tower.TowerReader(images, directory).prepare(new, MAPPED).switch()
+    rows = images.tower.encode(image)
+    assert rows.dtype == images.tower.computes == kind
+    assert torch.equal(rows, load_tower(new, kind, kind, cpu).encode(image))
+    assert not torch.equal(rows, old)
