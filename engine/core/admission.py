@@ -126,7 +126,7 @@ class Admission:
         refused = []
         for request, problem in self.images.take():
             peer, number = request.key
-            if problem:
+            if problem and not request.num_output:  # else a step finds it, and ends what was begun
                 refused.append((peer, RequestRefused(number, problem, retry=False)))
             else:
                 self._scheduler.add(request)
@@ -190,6 +190,17 @@ class Admission:
             num_cached, request.num_computed = request.num_computed, 0
         if not self.images.takes(request, num_cached):
             self._scheduler.add(request)
+
+    def encode_again(self) -> None:
+        """Let waiting requests wait for new rows of their images, beside the steps."""
+        waiting = [each for each in self._scheduler.queues.waiting if each.images]
+        for request in waiting:
+            self._scheduler.queues.withdraw(request)
+        beside = self.images.requests
+        for request in beside:
+            self.images.forget(request.key)
+        for request in [*waiting, *beside]:
+            self._encode(request)
 
     def _is_full(self, submit: Submit) -> bool:
         """Whether the queue is full for one more request.

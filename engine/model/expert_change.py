@@ -93,7 +93,7 @@ class HeldExperts:
         self.disk_rate = self.link_rate = 0.0
         """Bytes per second of the last experts read, and given by others; 0: none yet."""
         self.weights = ""
-        """Digest of the weights that are held; empty: random ones, or one that is not made yet."""
+        """Digest of the weights that are held; empty: random, or not made yet."""
         self._next: _Change | None = None
         self._version = 0
         """Rises where other weights take the place of those that are held."""

@@ -141,6 +141,11 @@ class RequestQueues:
         self.waiting.remove(request)
         self.expected_blocks.settle(request)
 
+    def withdraw(self, request: Request) -> None:
+        """Forget a waiting request, which may be added again."""
+        self.leave(request)
+        self._forget(request)
+
     def admit(self, request: Request, blocks: list[int]) -> None:
         """Give a waiting request a slot and these blocks."""
         self.waiting.remove(request)
@@ -184,5 +189,8 @@ class RequestQueues:
         else:
             self.leave(request)
         request.status, request.finish_reason = Status.FINISHED, reason
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None

@@ -34,7 +34,7 @@ def computing_type(dtype: torch.dtype, device: torch.device, kernels: KernelLibr
 
 
 def computed_on(computes: torch.dtype) -> str:
-    """Facts that decide the bits of rows on a CPU, beside the kernels of the text model."""
+    """Type and instructions of a CPU that decide the bits of rows."""
     tiles = " AMX" if computes == torch.bfloat16 and "amx_bf16" in cpu_flags() else ""
     kind = str(computes).removeprefix("torch.")
     return f"images in {kind} on {torch.backends.cpu.get_cpu_capability()}{tiles}"

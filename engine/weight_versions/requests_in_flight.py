@@ -49,6 +49,7 @@ class RequestsInFlight:
             else:
                 request.name_by(self._name_of_its_own(weights, request))
                 request.num_named = 0
+        self._admission.encode_again()
 
     def _name_of_its_own(self, weights: str, request: Request) -> str:
         assert request.status is Status.RUNNING

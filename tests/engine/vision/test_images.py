@@ -214,7 +214,7 @@ def test_rows_in_bfloat16_are_those_of_float32_rounded(directories: Callable[[st
 def test_the_type_of_an_encoder_follows_the_class(
     numerics: str, directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts of one class compute alike, whatever else their CPUs have; the class names the rest."""
+    """Hosts of one class compute alike, whatever else their CPUs have."""
     if library.why_not("avx2") is not None:
         pytest.skip("no AVX2 here")
     monkeypatch.setattr(tower, "cpu_flags", lambda: {"avx512_bf16", "amx_bf16"})

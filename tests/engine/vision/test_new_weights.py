@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from coordinator.messages import InFlight, WeightUpdate, WeightVersion
 from engine.host.memory import MARGIN
 from engine.messages import Submit
 from engine.model.weight_digest import whole_digest
@@ -20,10 +23,12 @@ from engine.vision import other_tower
 from engine.vision.encoded_images import EncodedImages
 from engine.vision.tower import load_tower
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
-from tests.engine.invariance.answers import ALONE, How, Instance, load, run
+from engine.weight_versions.instance_weights import InstanceWeights
+from tests.engine.invariance.answers import ALONE, PEER, Answer, How, Instance, load, run, step
 from tests.engine.vision.test_images import submit_of
 from tests.engine.vision.tiny_vision_models import PLACEHOLDER, make_tiny_vision_model, seen_prompt
 from tests.engine.weight_versions.made import trained
+from tests.waiting import until
 
 FAMILIES = ["llava", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen3_vl", "gemma3"))]
 
@@ -112,7 +117,7 @@ def test_a_tower_of_another_shape_is_refused(tmp_path: Path) -> None:
 def test_a_tower_depends_on_no_mapped_file(
     stops: bool, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer cuts the file while the tower is read, or what is read is not wanted any more."""
+    """A trainer cuts the file while the tower is read, or another version comes."""
     directory = make_tiny_vision_model(tmp_path / "old", "llava")
     (path,) = shards(trained(directory, tmp_path / "new"))
     is_reading = False
@@ -168,3 +173,42 @@ def test_a_tower_that_computes_in_bfloat16_is_that_of_a_fresh_instance(family: s
     assert rows.dtype == images.tower.computes == kind
     assert torch.equal(rows, load_tower(new, kind, kind, cpu).encode(image))
     assert not torch.equal(rows, old)
+
+
+def test_images_are_encoded_beside_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that ran, waited for a slot, or waited for rows before."""
+    directory = make_tiny_vision_model(tmp_path / "old", "llava")
+    new = trained(directory, tmp_path / "new")
+    instance = load(directory, dtype="float32")
+    core = instance.core(How(seqs=1))
+    weights = InstanceWeights(instance.executor.new_weights, core, lambda: None)
+    update = WeightUpdate(WeightVersion(1, "", str(new), "", "u1"), InFlight.RECOMPUTE)
+    weights.prepare(update, lambda: False)
+    wanted = [submit_of(number, seen_prompt("llava", 1 + number, num_images=2)) for number in range(3)]
+    found = {submit.request: Answer() for submit in wanted}
+    for submit in wanted[:2]:
+        assert core.submit(PEER, submit) is None
+    until(lambda: core.take_ready() == [] and not core.admission.images)
+    while len(found[0].token_ids) < 3:
+        step(core, found, lambda: None)
+    assert core.submit(PEER, wanted[2]) is None
+    inside = list[PromptImage]()
+    rows_of = EncodedImages._rows_of
+
+    def note(self: EncodedImages, image: PromptImage, token_ids: Any) -> Any:
+        wanted = int((token_ids[image.first : image.end] == PLACEHOLDER).sum())
+        inside.extend([image] * (self._find(image.digest, wanted) is None))
+        return rows_of(self, image, token_ids)
+
+    monkeypatch.setattr(EncodedImages, "_rows_of", note)
+    weights.switch(update, InFlight.RECOMPUTE)
+    assert len(core.admission.images) == 3
+    begun = list(found[0].token_ids)
+    while not core.is_empty:
+        step(core, found, lambda: time.sleep(0.001))
+    assert not inside, "a step waited for the encoder"
+    fresh = load(new, dtype="float32")
+    resumed = replace(wanted[0], output_ids=begun)
+    alone = fresh.answers([resumed, *wanted[1:]], ALONE)[0]
+    assert found[0].token_ids == alone[0].token_ids
+    assert {number: found[number] for number in (1, 2)} == {number: alone[number] for number in (1, 2)}
