@@ -49,6 +49,7 @@ IMPORTED = {
     "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "transformers.models.auto.modeling_auto.MODEL_MAPPING",
     "transformers.pytorch_utils.Conv1D",
     "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol",
