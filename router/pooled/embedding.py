@@ -20,7 +20,14 @@ from router.http.body import decoder
 from router.http.large_bodies import run_sized
 from router.pooled import wire
 from router.pooled.inputs import TO_FIT, Cutting, PooledTokens, Text, inputs_of, prompt_named, texts_of
-from router.pooled.run import PooledRunner, check_dimensions, floats, numbers
+from router.pooled.run import (
+    PooledRunner,
+    activation_of,
+    check_dimensions,
+    floats,
+    numbers,
+    params_of,
+)
 from router.text.text_model import TextModel
 from router.text.text_models import TextModels
 
@@ -76,7 +83,7 @@ class EmbeddingEndpoints:
         embedded = await self.embed(
             request, model, texts_of(asked.input, "input"), cutting_of(asked), "input",
             prompt=prompt_named(asked.prompt_name, model), dimensions=asked.dimensions,
-            normalize=asked.normalize,
+            normalize=activation_of(asked, asked.normalize, "normalize"),
         )  # fmt: skip
 
         def answer() -> bytes:
@@ -98,12 +105,7 @@ class EmbeddingEndpoints:
         model = await self._runner.model(asked.model, *tasks)
         assert model.served.pooling is not None
         task = PoolingTask(asked.task) if asked.task else model.served.pooling.tasks[0]
-        params = PoolingParams(
-            task,
-            dimensions=check_dimensions(asked.dimensions, model.served.pooling),
-            normalize=asked.normalize,
-            activation=asked.activation,
-        )
+        params = params_of(asked, task, model.served.pooling)
         inputs = await tokenised(model, texts_of(asked.input, "input"), cutting_of(asked), "input")
         found = await self._runner.run(request, inputs, params, asked.model)
         embedded = Embedded(model, inputs, found)
@@ -131,6 +133,8 @@ class EmbeddingEndpoints:
             model.served.pooling.prompts[name] for name in names if name in model.served.pooling.prompts
         )
         limit = None if asked.truncate == "NONE" else TO_FIT
+        if asked.max_tokens is not None:
+            limit = min(asked.max_tokens, model.served.max_model_len)
         embedded = await self.embed(
             request, model, texts_of(asked.texts or [], "texts"), Cutting(limit, asked.truncate == "START"),
             "texts", prompt=next(prompts, ""), dimensions=asked.output_dimension, named="output_dimension",
@@ -216,6 +220,13 @@ async def tokenised(
 
 
 def cutting_of(asked: wire.PooledRequest) -> Cutting:
+    """What vLLM's fields ask for.
+
+    Raises:
+        ApiError: texts shall have no special tokens (400).
+    """
+    if asked.add_special_tokens is False:
+        refuse("add_special_tokens false is not supported: send token ids.", "add_special_tokens")
     return Cutting(asked.truncate_prompt_tokens, asked.truncation_side == "left")
 
 

@@ -29,6 +29,7 @@ from router.pooled.batch import MOST_INPUTS, MOST_OF_LINE, PooledBatch
 from router.pooled.cache import AnswerNames, PoolingCache
 from router.pooled.inputs import PooledTokens
 from router.pooled.tei_errors import expect_by_body
+from router.pooled.wire import EmbeddingRequest, PooledRequest, PoolingRequest
 from router.text.text_model import TextModel
 from router.text.text_models import TextModels
 
@@ -223,6 +224,41 @@ def check_dimensions(dimensions: int | None, pooling: PooledModel, param: str = 
         any_up_to = f"any up to {pooling.dimensions}" if pooling.cuts_anywhere else allowed
         refuse(f"{param} {dimensions}: this model's embeddings have {any_up_to}.", param)
     return dimensions
+
+
+def params_of(
+    asked: EmbeddingRequest | PoolingRequest, task: PoolingTask, pooling: PooledModel
+) -> PoolingParams:
+    """Parameters of a request for embeddings, or for classes or scores.
+
+    Raises:
+        ApiError: its fields contradict each other, or belong to other tasks (400).
+    """
+    if task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
+        normalize = activation_of(asked, asked.normalize, "normalize")
+        return PoolingParams(
+            task, dimensions=check_dimensions(asked.dimensions, pooling), normalize=normalize
+        )
+    for name in ("dimensions", "normalize"):
+        if getattr(asked, name) is not None:
+            refuse(f"{name} is a field of requests for embeddings; this one is for {task}.", name)
+    return PoolingParams(task, activation=activation_of(asked))
+
+
+def activation_of(asked: PooledRequest, other: bool | None = None, name: str = "") -> bool | None:
+    """Whether results are probabilities or normalised; None: as the model does.
+
+    ``other`` is the value of a further field, of this ``name``.
+
+    Raises:
+        ApiError: fields contradict each other (400).
+    """
+    given = {"use_activation": asked.use_activation, "activation": asked.activation, "softmax": asked.softmax}
+    values = {each for each in (*given.values(), other) if each is not None}
+    if len(values) > 1:
+        names = [each for each, value in (given | {name: other}).items() if value is not None]
+        refuse(f"{', '.join(names)} mean the same, and contradict each other.", names[-1])
+    return next(iter(values), None)
 
 
 def numbers(pooled: Pooled) -> Any:

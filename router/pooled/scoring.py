@@ -19,7 +19,7 @@ from router.http.large_bodies import run_sized
 from router.pooled import wire
 from router.pooled.embedding import EmbeddingEndpoints, cutting_of, pooled_list, tei_cutting, tokenised
 from router.pooled.inputs import MOST_INPUTS, Cutting, pairs_of, prompt_named, texts_of
-from router.pooled.run import PooledRunner, floats
+from router.pooled.run import PooledRunner, activation_of, floats, params_of
 from router.text.text_model import TextModel
 
 _read_score = decoder(wire.ScoreRequest)
@@ -44,7 +44,8 @@ class ScoringEndpoints:
         body = await self._runner.body(request)
         asked = await run_sized(lambda: _read_score(body), len(body))
         firsts = _texts(asked.text_1 if asked.queries is None else asked.queries, "text_1")
-        seconds = _texts(asked.text_2 if asked.documents is None else asked.documents, "text_2")
+        others = asked.items if asked.documents is None else asked.documents
+        seconds = _texts(asked.text_2 if others is None else others, "text_2")
         if len(firsts) == 1:
             firsts = firsts * len(seconds)
         if len(firsts) != len(seconds):
@@ -52,7 +53,7 @@ class ScoringEndpoints:
         model = await self._runner.model(asked.model, PoolingTask.SCORE, PoolingTask.EMBED)
         pairs = list(zip(firsts, seconds, strict=True))
         scores, usage = await self._scores(
-            request, model, pairs, cutting_of(asked), "text_2", activation=asked.activation
+            request, model, asked, pairs, cutting_of(asked), "text_2", activation=activation_of(asked)
         )
         items = [wire.PooledItem(index=i, object="score", score=each) for i, each in enumerate(scores)]
         return json_response(encode(pooled_list(request, "score-", asked.model or model.name, items, usage)))
@@ -73,13 +74,12 @@ class ScoringEndpoints:
         vllms, teis = cutting_of(asked), tei_cutting(asked)
         limit = teis.limit if vllms.limit is None else vllms.limit
         cutting = Cutting(limit, vllms.from_end or teis.from_end)
-        if (most := asked.max_tokens_per_doc) is not None:
-            documents = await run_sized(lambda: _cut(documents, most, model), len(body))
+        activation = activation_of(asked, False if asked.raw_scores else None, "raw_scores")
+        pairs = [(asked.query, each) for each in documents]
         scores, usage = await self._scores(
-            request, model, [(asked.query, each) for each in documents], cutting, param,
-            activation=False if asked.raw_scores else None, instruction=asked.instruction or "",
-        )  # fmt: skip
-        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n]
+            request, model, asked, pairs, cutting, param, activation=activation
+        )
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n or None]
         if is_tei:
             ranks = [wire.TeiRank(index, scores[index]) for index in order]
             for rank in ranks if asked.return_text else ():
@@ -119,7 +119,10 @@ class ScoringEndpoints:
         asked = await run_sized(lambda: _read_classify(body), len(body))
         model = await self._runner.model(asked.model, PoolingTask.CLASSIFY)
         inputs = await tokenised(model, texts_of(asked.input, "input"), cutting_of(asked), "input")
-        params = PoolingParams(PoolingTask.CLASSIFY, activation=asked.activation)
+        if asked.task not in (None, PoolingTask.CLASSIFY) or asked.encoding_format == "base64":
+            refuse("Classes have the task classify, and numbers as they are.", "task")
+        assert model.served.pooling is not None
+        params = params_of(asked, PoolingTask.CLASSIFY, model.served.pooling)
         found = [floats(each) for each in await self._runner.run(request, inputs, params, asked.model)]
         items = [
             wire.PooledItem(
@@ -175,12 +178,12 @@ class ScoringEndpoints:
         self,
         request: Request,
         model: TextModel,
+        asked: wire.ScoringRequest,
         pairs: Sequence[tuple[str, str]],
         cutting: Cutting,
         param: str,
         *,
-        activation: bool | None = None,
-        instruction: str = "",
+        activation: bool | None,
     ) -> tuple[list[float], wire.PooledUsage]:
         """Scores of pairs: a cross-encoder's, else the cosine of two embeddings.
 
@@ -189,14 +192,19 @@ class ScoringEndpoints:
         """
         pooling = model.served.pooling
         assert pooling is not None
+        if asked.chat_template_kwargs:
+            refuse("chat_template_kwargs is not supported: use instruction.", "chat_template_kwargs")
+        instruction = asked.instruction or ""
         is_cosine = PoolingTask.SCORE not in pooling.tasks or not pooling.takes_pairs
         if instruction and (is_cosine or not pooling.answer_tokens):
             refuse("This model takes no instruction: put it into the query, or leave it out.", "instruction")
-        if is_cosine:
-            if activation:
-                refuse("This model's scores are cosines, which have no activation.", "activation")
-            return await self._cosines(pairs, request, model, cutting, param)
+        if is_cosine and activation:
+            refuse("This model's scores are cosines, which have no activation.", "use_activation")
         size = sum(len(first) + len(second) for first, second in pairs)
+        if asked.max_tokens_per_query or asked.max_tokens_per_doc:
+            pairs = await run_sized(lambda: _cut_pairs(pairs, asked, model), size)
+        if is_cosine:
+            return await self._cosines(pairs, request, model, cutting, param)
         inputs = await run_sized(
             lambda: pairs_of(pairs, model, cutting, param, instruction=instruction), size
         )
@@ -240,12 +248,24 @@ def _texts(given: Any, param: str) -> list[str]:
     return texts
 
 
-def _cut(documents: list[str], most: int, model: TextModel) -> list[str]:
-    """Documents of at most so many tokens each."""
-    encoded = model.tokenizer.backend.encode_batch(documents, add_special_tokens=False)
+def _cut_pairs(
+    pairs: Sequence[tuple[str, str]], asked: wire.ScoringRequest, model: TextModel
+) -> list[tuple[str, str]]:
+    """Pairs whose queries and documents have as many tokens as a request allows."""
+    limits = (asked.max_tokens_per_query, asked.max_tokens_per_doc)
+    firsts, seconds = (
+        _cut(texts, most, model) if most else texts
+        for texts, most in zip(zip(*pairs, strict=True), limits, strict=True)
+    )
+    return list(zip(firsts, seconds, strict=True))
+
+
+def _cut(texts: Sequence[str], most: int, model: TextModel) -> list[str]:
+    """Texts of at most so many tokens each."""
+    encoded = model.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
     return [
         text if len(found.ids) <= most else text[: found.offsets[most - 1][1]]
-        for text, found in zip(documents, encoded, strict=True)
+        for text, found in zip(texts, encoded, strict=True)
     ]
 
 

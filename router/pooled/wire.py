@@ -1,6 +1,7 @@
 """Bodies of pooled requests and answers, as six APIs have them.
 
-TEI is text-embeddings-inference. Fields that are not known are ignored.
+TEI is text-embeddings-inference. Fields that are not known are ignored. Those that would change an answer
+and are not built are here to be refused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     """Tokens to which inputs are cut; -1: to what the model takes."""
     truncation_side: Literal["left", "right"] | None = None
     """The side on which they are cut."""
+    use_activation: bool | None = None
+    """Whether labels and scores are probabilities, and embeddings have the length 1."""
+    activation: bool | None = None
+    """Older name of ``use_activation``, as the next."""
+    softmax: bool | None = None
+    add_special_tokens: bool | None = None
+    """False is refused, as are other values than those of the next fields."""
+    padding: Literal["do_not_pad"] | None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
 
 
 class EmbeddingRequest(PooledRequest, kw_only=True):
@@ -46,34 +57,42 @@ class PoolingRequest(PooledRequest, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
-    activation: bool | None = None
-    """Whether numbers are probabilities."""
 
 
-class ScoreRequest(PooledRequest, kw_only=True):
+class ScoringRequest(PooledRequest, kw_only=True):
+    """What bodies of ``/score`` and ``/rerank`` may have."""
+
+    max_tokens_per_query: Annotated[int, Meta(ge=0, le=MOST)] | None = None
+    """Tokens to which queries are cut, and so documents by the next; 0: not cut."""
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, le=MOST)] | None = None
+    instruction: str | None = None
+    chat_template_kwargs: Any = None
+    """Refused, as a template's arguments would change the text of a pair."""
+
+
+class ScoreRequest(ScoringRequest, kw_only=True):
     """Body of ``/score``: one text and many, or as many of both."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
-    """The newer name of ``text_1``, and so the next."""
+    """The newer name of ``text_1``, and the next two of ``text_2``."""
     documents: str | list[str] | None = None
-    activation: bool | None = None
+    items: str | list[str] | None = None
 
 
 class Document(msgspec.Struct):
     text: str
 
 
-class RerankRequest(PooledRequest, kw_only=True):
+class RerankRequest(ScoringRequest, kw_only=True):
     """Body of ``/rerank``: with ``documents`` in Cohere's and Jina's words, with ``texts`` in TEI's."""
 
     query: str
     documents: list[str | Document] | None = None
-    top_n: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    top_n: Annotated[int, Meta(ge=0, le=MOST)] | None = None
+    """Documents that are answered; 0: all."""
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[int, Meta(ge=1, le=MOST)] | None = None
-    instruction: str | None = None
     texts: list[str] | None = None
     raw_scores: bool | None = None
     return_text: bool | None = None
@@ -90,6 +109,8 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     embedding_types: list[Literal["float", "base64"]] | None = None
     output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    """Tokens to which texts are cut."""
     images: Any = None
     """Not supported, as the next."""
     inputs: Any = None

@@ -157,6 +157,9 @@ def test_what_is_too_long_is_cut_where_that_is_asked_for(
     assert tokenizer.decode([first]) == "<bos>", "special tokens stay"
     assert ids == (whole[-9:] if side == "left" else whole[:9])
     good(embedder.post("/v1/embeddings", {"input": [long], "truncate_prompt_tokens": -1}))
+    good(embedder.post("/v2/embed", {"texts": [long], "max_tokens": 9}))
+    assert len(embedder.mesh.prompts[-1].prompt_ids) == 9
+    good(embedder.post("/v2/embed", {"texts": [long], "max_tokens": 9999}))
     assert len(embedder.mesh.prompts[-1].prompt_ids) == 256
     for path, body in {
         "/embed": {"inputs": long, "truncate": True},
@@ -301,8 +304,11 @@ def test_its_document_is_cut_at_either_end_and_all_else_stays(
         ("/rerank", {"instruction": "Find it"}, "instruction"),
         ("/rerank", {"instruction": "", "raw_scores": False}, ""),
         ("/rerank", {"instruction": None, "raw_scores": True}, ""),
-        ("/score", {"activation": True}, "activation"),
+        ("/score", {"activation": True}, "use_activation"),
+        ("/rerank", {"use_activation": True}, "use_activation"),
         ("/score", {"activation": False}, ""),
+        ("/score", {"instruction": "Find it"}, "instruction"),
+        ("/score", {"chat_template_kwargs": {"instruction": "Find it"}}, "chat_template_kwargs"),
     ],
 )
 def test_what_cosines_cannot_honour_is_refused(
@@ -330,9 +336,82 @@ def test_classes(classifier: Server) -> None:
     assert len(good(classifier.post("/predict", {"inputs": [["a", "b"], ["c", "d"]]}))) == 2
 
 
+@pytest.mark.parametrize("name", ["use_activation", "activation", "softmax"])
+@pytest.mark.parametrize("value", [True, False])
+def test_vllms_names_of_the_activation_reach_the_model(
+    embedder: Server, reranker: Server, classifier: Server, name: str, *, value: bool
+) -> None:
+    """Old and new; of an embedding it is the normalisation, as there."""
+    for server, path, body, field in (
+        (classifier, "/classify", {"input": "a"}, "activation"),
+        (classifier, "/pooling", {"input": "a"}, "activation"),
+        (reranker, "/score", {"text_1": "a", "text_2": "b"}, "activation"),
+        (reranker, "/rerank", {"query": "a", "documents": ["b"]}, "activation"),
+        (embedder, "/pooling", {"input": "a"}, "normalize"),
+        (embedder, "/v1/embeddings", {"input": "a"}, "normalize"),
+    ):
+        for fields, expected in (({}, None), ({name: value}, value)):
+            good(server.post(path, body | fields))
+            assert getattr(server.mesh.prompts[-1].pooling, field) is expected, path
+
+
+@pytest.mark.parametrize(
+    "fields", [{"use_activation": True, "softmax": False}, {"softmax": True, "activation": False}]
+)
+def test_fields_that_contradict_each_other_are_refused(
+    embedder: Server, reranker: Server, classifier: Server, fields: dict[str, Any]
+) -> None:
+    for server, path, body in (
+        (classifier, "/classify", {"input": "a"}),
+        (reranker, "/score", {"text_1": "a", "text_2": "b"}),
+        (reranker, "/rerank", {"query": "a", "documents": ["b"]}),
+        (embedder, "/v1/embeddings", {"input": "a"}),
+    ):
+        answer = server.post(path, body | fields)
+        assert answer.status_code == 400
+        assert "contradict" in answer.text
+    raw = {"query": "a", "texts": ["b"], "raw_scores": True, "use_activation": True}
+    assert reranker.post("/rerank", raw).status_code == 400
+    both = {"input": "a", "normalize": True, "use_activation": False}
+    assert embedder.post("/v1/embeddings", both).json()["error"]["param"] == "normalize"
+
+
+def test_classes_have_no_fields_of_embeddings(classifier: Server) -> None:
+    others = {"dimensions": 2, "normalize": False, "task": "embed", "encoding_format": "base64"}
+    for path in ("/classify", "/pooling"):
+        for name, value in others.items():
+            if (path, name) != ("/pooling", "encoding_format"):
+                assert classifier.post(path, {"input": "a", name: value}).status_code == 400, (path, name)
+
+
+def test_queries_and_documents_are_cut_where_that_is_asked_for(
+    reranker: Server, tokenizer: Tokenizer
+) -> None:
+    limits = {"max_tokens_per_query": 2, "max_tokens_per_doc": 3}
+    long = " a b c d e f g h"
+    bodies = {"/rerank": {"query": long, "documents": [long]}, "/score": {"queries": long, "items": [long]}}
+    for path, body in bodies.items():
+        good(reranker.post(path, body | dict.fromkeys(limits, 0)))
+        whole = len(reranker.mesh.prompts[-1].prompt_ids)
+        good(reranker.post(path, body | limits))
+        count = len(tokenizer.encode(long, add_special_tokens=False))
+        assert len(reranker.mesh.prompts[-1].prompt_ids) == whole - (count - 2) - (count - 3), path
+
+
+def test_top_n_of_0_is_all(reranker: Server) -> None:
+    body = {"query": "a", "documents": ["a", "b", "c"]}
+    for top_n, count in ((0, 3), (2, 2), (9, 3)):
+        assert len(good(reranker.post("/rerank", body | {"top_n": top_n}))["results"]) == count
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
+        ("/v1/embeddings", {"input": "a", "add_special_tokens": False}, "send token ids"),
+        ("/v1/embeddings", {"input": "a", "padding": "max_length"}, "$.padding"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "$.embed_dtype"),
+        ("/pooling", {"input": "a", "endianness": "big"}, "$.endianness"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "$.top_n"),
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {"input": ""}, "input[0] is empty"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input[1] is empty"),
