@@ -22,7 +22,7 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
-from engine.scheduling.step_budget import StepBudget
+from engine.scheduling.step_budget import MOST_PASSED_OVER, StepBudget
 from engine.scheduling.step_making import StepRows, UnderWay, admit_of, made_anew, slots_filled
 from engine.scheduling.totals import SchedulerTotals
 from engine.speculation.speculation import Speculation
@@ -30,8 +30,6 @@ from engine.step import Admit, Step, StepResult
 
 LAST_OF_ALL = 1 << 64
 """Priority behind any request's."""
-MOST_PASSED_OVER = 64
-"""Waiting requests passed over in one step, for want of room for them alone."""
 
 
 class Scheduler:
@@ -225,7 +223,7 @@ class Scheduler:
         elif step.slots and self._has_lines():
             self.budget.lines.took(step.num_tokens, seconds, largest)
         if step.slots and not _only_decodes(step):
-            self.budget.took(step, seconds)
+            self.budget.took(step, seconds, largest)
 
     def prices_step(self) -> bool:
         """Whether :meth:`priced` is to be called for the step that was taken in."""
@@ -280,7 +278,8 @@ class Scheduler:
         while self._boundaries.lacks(request, num_tokens) or (new_blocks := self._pool.take(needed)) is None:
             later = takewhile(lambda other: other is not request, reversed(self._running))
             victim = next((other for other in later if not other.num_in_flight), request)
-            if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
+            has_others = rows or (self.budget.goes_first(request) and len(self._running) > 1)
+            if victim is request and (self._in_flight or (request.num_uncomputed > 1 and has_others)):
                 self._ahead.lacks_blocks = bool(self._in_flight)
                 return None, victims  # requests in flight will end or give way; keep what is computed
             self.queues.preempt(victim)
@@ -292,6 +291,7 @@ class Scheduler:
 
     def _fill(self, rows: StepRows, request: Request, count: int, new_blocks: list[int]) -> None:
         rows.add(request, count, new_blocks)
+        self.budget.placed(request)
         if self._boundaries.step:
             self._boundaries.cross(request, rows, count)
         request.num_in_flight += 1

@@ -24,6 +24,8 @@ Each needs a row of logits. Without chunked prefill, the last of these prompts m
 """
 MOST_PUT_OFF = 8
 """Steps without room for a whole image, before it goes first."""
+MOST_PASSED_OVER = 64
+"""Waiting requests passed over in one step, for want of room for them alone."""
 
 
 class StepBudget:
@@ -40,8 +42,10 @@ class StepBudget:
 
         At most one instance may believe it in any step.
         """
+        self._late: Request | None = None
+        """Request whose image goes before the decode rows of the step in the making."""
         self._was_image_first = False
-        """Whether an image went before the decode rows of the newest step."""
+        """Whether that image got its rows in the newest step."""
         self.prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
             rules.prompt_seconds_beside_decodes,
@@ -124,7 +128,6 @@ class StepBudget:
         if cut is not None:
             count = cut.first - start if cut.first > start else cut.end - start
         if cut is None or cut.first > start or count <= rows.budget:
-            request.num_put_off = 0
             return count
         if request not in rows.put_off:  # it may be looked at several times
             rows.put_off.append(request)
@@ -143,14 +146,39 @@ class StepBudget:
         late = None
         if not self._was_image_first:
             held = BATCH_PRIORITY if self._queues.holds_batches else None
-            both = (each for each in chain(in_order, islice(waiting, 1)) if each.priority != held)
+            both = (each for each in chain(in_order, self._next_of(waiting)) if each.priority != held)
             late = next((each for each in both if each.num_put_off >= MOST_PUT_OFF), None)
-        self._was_image_first = late is not None
+        self._late, self._was_image_first = late, False
         in_order.sort(key=lambda request: request is not late)
         return late is not None and late.status is Status.WAITING
 
-    def took(self, step: Step, seconds: float) -> None:
-        """Take in how long a step with prompts took, for the lengths of prefill chunks."""
-        self.prompt_share.took(step.num_tokens, seconds)
-        if len(step.slots) == 1 and not step.drafts:
+    def _next_of(self, waiting: WaitingQueue) -> list[Request]:
+        """The waiting request that would be admitted next, if any.
+
+        Those that lack a number for their adapter are passed over, and all behind them that have one.
+        """
+        lacks = False
+        for request in islice(waiting, MOST_PASSED_OVER):
+            lacks |= not self._queues.adapters.has_room(request.adapter)
+            if not (lacks and request.adapter):
+                return [request]
+        return []
+
+    def goes_first(self, request: Request) -> bool:
+        """Whether a request goes before the decode rows of the step in the making."""
+        return request is self._late
+
+    def placed(self, request: Request) -> None:
+        """Note that a request got rows; an image that lacks blocks stays due."""
+        request.num_put_off = 0
+        self._was_image_first |= request is self._late
+
+    def took(self, step: Step, seconds: float, largest: int) -> None:
+        """Take in how long a step with prompts took, for the lengths of prefill chunks.
+
+        ``largest``: tokens of the largest step beside it, in lockstep. Where that is larger, the time is that
+        of so many tokens: it was waited for.
+        """
+        self.prompt_share.took(max(step.num_tokens, largest), seconds)
+        if len(step.slots) == 1 and not step.drafts and largest <= step.num_tokens:
             self._lone_chunk.took(step.starts[0], step.num_tokens, seconds)

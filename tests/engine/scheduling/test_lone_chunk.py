@@ -141,6 +141,14 @@ def test_a_chunk_behind_a_cached_prefix_is_as_long_as_its_position_allows() -> N
     bench.finish()
 
 
+def test_a_chunk_that_waited_for_a_larger_one_of_a_peer_says_nothing() -> None:
+    bench = lone_bench()
+    bench.scheduler.timed(first_chunk(bench, 1024, seed=91), 4.0, largest=3000)
+    bench.add(tokens(2, 2000), max_tokens=1)
+    assert bench.step() == 1024
+    bench.finish()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_are_the_same_whenever_others_come(seed: int) -> None:
     """Requests come and go at random; no step with two requests is beyond the budget."""

@@ -89,3 +89,28 @@ def test_the_scheduler_cuts_prompts_by_the_time_of_its_steps() -> None:
     bench.executor.begin(step)
     bench.scheduler.update(step, bench.executor.finish())
     bench.finish()
+
+
+def test_a_step_that_waited_for_a_larger_one_of_a_peer_shortens_no_prompts() -> None:
+    bench = Bench(
+        budget=256, num_blocks=200, prompt_tokens_beside_decodes=128, prompt_seconds_beside_decodes=0.15
+    )
+    bench.add(tokens(1, 4), max_tokens=50)
+    bench.step()
+    bench.add(tokens(2, 100))
+    step = bench.scheduler.schedule()
+    assert step is not None
+    assert step.num_tokens == 101
+    bench.scheduler.timed(step, 2000 * 0.001, largest=2000)  # a millisecond a token, of a peer's
+    bench.executor.begin(step)
+    bench.scheduler.update(step, bench.executor.finish())
+    bench.add(tokens(3, 400))
+    assert bench.step() == 2 + 128
+    step = bench.scheduler.schedule()
+    assert step is not None
+    for _ in range(20):
+        bench.scheduler.timed(step, 130 * 0.003, largest=20)  # its own tokens took that long
+    assert bench.scheduler.budget.prompt_share.tokens == 64
+    bench.executor.begin(step)
+    bench.scheduler.update(step, bench.executor.finish())
+    bench.finish()

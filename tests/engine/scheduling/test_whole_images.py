@@ -17,9 +17,13 @@ from tests.nightly import examples
 BUDGET, SEQS = 16, 8
 
 
-def bench_of(micro_batches: int = 1, seqs: int = SEQS, threshold: int = 0) -> Bench:
+def bench_of(
+    micro_batches: int = 1, seqs: int = SEQS, threshold: int = 0, block_size: int = 4, max_loras: int = 0
+) -> Bench:
     return Bench(
         num_blocks=512,
+        block_size=block_size,
+        max_loras=max_loras,
         max_seqs=seqs,
         budget=BUDGET,
         micro_batches=micro_batches,
@@ -29,14 +33,21 @@ def bench_of(micro_batches: int = 1, seqs: int = SEQS, threshold: int = 0) -> Be
 
 
 def add_seen(
-    bench: Bench, seed: int, before: int, size: int, count: int = 1, most: int = 3, priority: int = 0
+    bench: Bench,
+    seed: int,
+    before: int,
+    size: int,
+    count: int = 1,
+    most: int = 3,
+    priority: int = 0,
+    adapter: str = "",
 ) -> int:
     """A request with images of so many tokens, and text before each."""
     length = (before + size) * count + 2
     images = tuple(
         PromptImage(at, at + size, bytes([seed, at]) * 8) for at in range(before, length - 2, before + size)
     )
-    return bench.add(tokens(seed, length), max_tokens=most, images=images, priority=priority)
+    return bench.add(tokens(seed, length), max_tokens=most, images=images, priority=priority, adapter=adapter)
 
 
 def at_image(request: Request) -> bool:
@@ -125,6 +136,50 @@ def test_a_late_line_that_others_hold_puts_neither_decodes_nor_images_off() -> N
     for _ in range(2 * (MOST_PUT_OFF + 4)):
         bench.step()
     assert bench.outputs[seen], "the line goes first in vain"
+    bench.finish()
+
+
+@pytest.mark.parametrize("before", [0, 24])
+def test_a_due_image_that_lacks_blocks_keeps_its_turn_and_what_is_computed(before: int) -> None:
+    bench = bench_of(block_size=32)
+    decodes = [bench.add(tokens(number, 2), max_tokens=40) for number in range(SEQS - 1)]
+    for _ in range(4):
+        bench.step()
+    seen = bench.requests[number := add_seen(bench, 40, before, size=12)]
+    while seen.num_put_off < MOST_PUT_OFF - 1:
+        bench.step()
+    taken = bench.pool.take(bench.pool.num_free)
+    assert taken is not None
+    for _ in range(4):  # due in the second of them; the decode rows need no further block
+        had = [len(bench.outputs[each]) for each in decodes]
+        bench.step()
+        assert [len(bench.outputs[each]) for each in decodes] == [count + 1 for count in had]
+        assert seen.num_computed == before, "it lost what was computed"
+    bench.pool.release(taken)
+    bench.step()
+    assert seen.num_computed >= before + 12, "it lost its turn"
+    bench.finish()
+    assert bench.outputs[number] == expected_output(seen.token_ids[: seen.num_prompt], seen.num_output)
+
+
+def test_a_due_image_that_lacks_a_number_for_its_adapter_keeps_its_turn() -> None:
+    bench = bench_of(max_loras=1)
+    holder = bench.add(tokens(30, 2), max_tokens=40, adapter="one")
+    for number in range(SEQS - 3):
+        bench.add(tokens(number, 2), max_tokens=80)
+    for _ in range(4):
+        bench.step()
+    lacks = add_seen(bench, 40, 0, size=12, adapter="other")
+    late = add_seen(bench, 41, 0, size=12)
+    for _ in range(MOST_PUT_OFF + 2):
+        bench.step()
+    assert bench.outputs[late], "it is hidden by one that lacks a number"
+    assert not bench.outputs[lacks]
+    while len(bench.outputs[holder]) < 40:
+        bench.step()
+    for _ in range(MOST_PUT_OFF + 2):
+        bench.step()
+    assert bench.outputs[lacks]
     bench.finish()
 
 
