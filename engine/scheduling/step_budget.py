@@ -25,7 +25,7 @@ Each needs a row of logits. Without chunked prefill, the last of these prompts m
 MOST_PUT_OFF = 8
 """Steps without room for a whole image, before it goes first."""
 MOST_PASSED_OVER = 64
-"""Waiting requests passed over in one step, for want of room for them alone."""
+"""Waiting requests passed over in one step, as they alone lack room."""
 
 
 class StepBudget:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +19,16 @@ from engine.host.deep_thread import DeepThread
 from engine.host.memory import is_out_of_memory
 from engine.model.errors import first_line
 from engine.prompt_images import PromptImage
+from engine.vision.encoding_share import EncodingShare
 from engine.vision.tower import ImageTower
 
 logger = logging.getLogger(__name__)
 
 NICENESS = 7
-"""Niceness of the thread that encodes: a sixth of a core beside busy steps."""
+"""Niceness of the thread that encodes: a sixth of a core beside busy steps.
+
+It cannot be taken back without rights that containers lack, so a second thread runs layers that are late.
+"""
 MOST_BYTES = 256 << 20
 """Bytes of rows that are kept; the image used least lately goes first."""
 
@@ -56,7 +62,6 @@ class EncodedImages:
 
     def __init__(self, tower: ImageTower, placeholder: int, most_bytes: int = MOST_BYTES) -> None:
         """``placeholder``: the token that stands for each row."""
-        self.tower = tower
         self._placeholder = placeholder
         self._most_bytes = most_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
@@ -64,8 +69,13 @@ class EncodedImages:
         self._changing = threading.Lock()
         self._thread = DeepThread("images")
         self._in_thread = threading.local()
-        self.num_encoded = 0
-        """Images that the tower was run for."""
+        self._late_thread = DeepThread("late-images")
+        self._share = EncodingShare()
+        self._is_awaited = False
+        """Whether a step waits for an image."""
+        self.num_encoded = self.num_late = 0
+        """Images that the tower was run for, and its layers at the priority of steps."""
+        self._take(tower)
 
     def __repr__(self) -> str:
         return f"<EncodedImages, {len(self._kept)} kept, {self.num_encoded} encoded>"
@@ -73,9 +83,14 @@ class EncodedImages:
     def use(self, tower: ImageTower) -> None:
         """Encode by another version's tower from the next step on; what another made is dropped."""
         with self._changing:
-            self.tower = tower
+            self._take(tower)
             self._kept.clear()
             self._bytes = 0
+
+    def _take(self, tower: ImageTower) -> None:
+        self.tower = tower
+        if tower.device.type == "cpu":
+            tower.run_layers_by(self._run_layer)
 
     def begin(self, image: PromptImage, num_rows: int, done: Callable[[str, bool], None]) -> None:
         """See :class:`engine.executor_contract.ImageEncoder`."""
@@ -116,11 +131,14 @@ class EncodedImages:
         wanted = int((token_ids[image.first : image.end] == self._placeholder).sum())
         if (found := self._find(image.digest, wanted)) is not None:
             return found
+        self._is_awaited = True
         try:
             return self._thread.submit(lambda: self._encode(image, wanted)).result()
         except Exception:  # whatever an image does to transformers' code
             logger.warning("an image of a step cannot be encoded", exc_info=True)
             return None
+        finally:
+            self._is_awaited = False
 
     def _find(self, digest: bytes, num_rows: int) -> torch.Tensor | None:
         """Rows that are kept, if they are as many."""
@@ -175,3 +193,20 @@ class EncodedImages:
             while self._bytes > self._most_bytes and len(self._kept) > 1:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return found
+
+    def _run_layer(self, layer: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        if self._is_awaited or self._share.is_late:
+            self.num_late += 1
+            result, used = self._late_thread.submit(lambda: _timed(layer)).result()
+        else:
+            result, used = _timed(layer)
+        self._share.took(used, time.perf_counter() - began)
+        return result
+
+
+def _timed(layer: Callable[[], Any]) -> tuple[Any, float]:
+    """A layer's result, and the CPU seconds of this thread for it."""
+    with torch.inference_mode():
+        began = time.thread_time()
+        return layer(), time.thread_time() - began

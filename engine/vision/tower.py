@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,11 @@ class ImageTower:
         """Bytes of its weights, as they are computed with."""
         return sum(each.nbytes for each in (*self._model.parameters(), *self._model.buffers()))
 
+    def run_layers_by(self, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Let ``run`` call each layer from now on."""
+        for layer in _layers(self._model):
+            layer.forward = partial(_run_by, run, weakref.ref(layer))  # nothing holds itself
+
     @property
     def num_added(self) -> int:
         """First layers of the text model behind which images add something."""
@@ -99,6 +107,19 @@ class ImageTower:
         array = np.frombuffer(data, dtype=dtype).reshape(shape)
         tensor = torch.from_numpy(array.copy())
         return tensor.to(self.device, self.computes if tensor.is_floating_point() else None)
+
+
+def _layers(module: torch.nn.Module) -> Iterator[Any]:
+    """Members of its outermost lists."""
+    for child in module.children():
+        yield from child if isinstance(child, torch.nn.ModuleList) else _layers(child)
+
+
+def _run_by(
+    run: Callable[[Callable[[], Any]], Any], own: Callable[[], Any], *args: Any, **fields: Any
+) -> Any:
+    layer = own()
+    return run(lambda: type(layer).forward(layer, *args, **fields))
 
 
 def load_tower(
