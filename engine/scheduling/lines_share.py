@@ -1,25 +1,30 @@
-"""Limit of a step of batch lines alone, while other requests come (pure)."""
+"""Limit of a step of batch lines alone, for other requests that may come (pure)."""
 
 from __future__ import annotations
 
 
 class LinesShare:
-    """Limit of tokens by which a step of batch lines lasts about :data:`SECONDS`.
+    """Limit of tokens by which a step of batch lines is short.
 
-    A request that comes waits for the step that runs. So steps of lines are short from any other request on,
-    until they have taken :data:`LASTS` in all: by then nobody seems to come.
+    A request that comes waits for the step that runs. Steps of lines last about :data:`SECONDS` from any
+    other request on, until they have taken :data:`LASTS` in all: by then nobody seems to come. Later ones
+    last about :data:`SECONDS_ALONE`, or longer where that would waste much: what any step costs, however few
+    its tokens, is at most one part in :data:`PARTS` of it.
     """
 
     SECONDS, LASTS = 0.005, 10.0
+    SECONDS_ALONE, PARTS = 0.025, 16
     LEAST, FIRST = 4, 16
     """Tokens at least, and at first: of a large model, fewer would hardly be faster."""
     SLOWER, FASTER = 4, 8
     """Parts of the tokens: taken off after a long step, added after a short one."""
 
     def __init__(self, most: int) -> None:
-        """``most``: tokens of a step while no other requests come."""
+        """``most``: tokens of the largest step."""
         self._most = most
-        self._short = min(self.FIRST, most)
+        self._short = self._alone = min(self.FIRST, most)
+        self._small: tuple[float, float] | None = None
+        """Tokens and seconds of a small step, as lately measured; None: of none yet."""
         self._left = 0.0
 
     def __repr__(self) -> str:
@@ -27,13 +32,13 @@ class LinesShare:
 
     @property
     def are_short(self) -> bool:
-        """Whether other requests came lately; else nothing is limited."""
+        """Whether other requests came lately."""
         return self._left > 0
 
     @property
     def tokens(self) -> int:
         """Most tokens of the next step of lines alone."""
-        return self._short if self.are_short else self._most
+        return self._short if self.are_short else self._alone
 
     def others_run(self) -> None:
         """Note that another request runs."""
@@ -45,12 +50,30 @@ class LinesShare:
         ``largest``: tokens of the largest step beside it, in lockstep. A larger one was waited for: if that
         took long, fewer tokens here would not help.
         """
-        if self._left <= 0:
-            return
-        self._left -= seconds
-        if seconds > self.SECONDS and largest > tokens:
-            return
-        if seconds > self.SECONDS:
-            self._short = max(min(self.LEAST, self._most), self._short - -(-self._short // self.SLOWER))
-        elif tokens >= self._short:
-            self._short = min(self._most, self._short + -(-self._short // self.FASTER))
+        was_waited_for = largest > tokens
+        if not was_waited_for and tokens <= self.FIRST:
+            self._measure(tokens, seconds)
+        if self.are_short:
+            self._left -= seconds
+            self._short = self._changed(self._short, tokens, seconds, self.SECONDS, was_waited_for)
+        else:
+            most = max(self.SECONDS_ALONE, self.PARTS * self._fixed(tokens, seconds))
+            self._alone = self._changed(self._alone, tokens, seconds, most, was_waited_for)
+
+    def _changed(self, limit: int, tokens: int, seconds: float, most: float, was_waited_for: bool) -> int:
+        """Limit of tokens after a step that is to take ``most`` seconds."""
+        if seconds > most:
+            shorter = max(min(self.LEAST, self._most), limit - -(-limit // self.SLOWER))
+            return limit if was_waited_for else shorter
+        return min(self._most, limit + -(-limit // self.FASTER)) if tokens >= limit else limit
+
+    def _measure(self, tokens: int, seconds: float) -> None:
+        before = self._small or (tokens, seconds)
+        self._small = before[0] + (tokens - before[0]) / 8, before[1] + (seconds - before[1]) / 8
+
+    def _fixed(self, tokens: int, seconds: float) -> float:
+        """Seconds of a step besides its tokens, by this one and a small one."""
+        if self._small is None or tokens <= 2 * self.FIRST:
+            return seconds  # not known yet: let them grow
+        few, short = self._small
+        return max(0.0, short - few * (seconds - short) / (tokens - few))

@@ -50,7 +50,7 @@ class StepBudget:
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
             rules.prompt_seconds_beside_decodes,
         )
-        self.lines = LinesShare(rules.max_num_batched_tokens)
+        self.lines = LinesShare(max(rules.max_num_batched_tokens, rules.largest_lone_chunk))
         self._lone_chunk = LoneChunk(
             rules.max_num_batched_tokens, rules.largest_lone_chunk, rules.lone_chunk_seconds
         )
@@ -78,7 +78,7 @@ class StepBudget:
     def limit_lines(self, rows: StepRows) -> None:
         """Limit a step of batch lines alone, for other requests that may come meanwhile."""
         is_cut = self._rules.enable_chunked_prefill and not self._rules.images_are_whole
-        if is_cut and self.lines.are_short:
+        if is_cut:
             rows.budget = min(rows.budget, self.lines.tokens)
 
     def _start_of_lone_prompt(self) -> int | None:

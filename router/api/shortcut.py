@@ -151,9 +151,8 @@ class PieceSink:
 
     def take_token(self, token_id: int, now: float) -> bool:
         """See :class:`router.mesh.TokenSink`."""
-        token_ids = [token_id]
         if self._sample.is_text_alone:
             self._gaps.tick(now)
-            self._pieces.append(TextPiece(self._sample.read(token_ids), token_ids))
+            self._sample.keep(token_id)
             return True
-        return self.take(Delta(0, token_ids))
+        return self.take(Delta(0, [token_id]))

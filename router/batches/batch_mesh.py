@@ -124,6 +124,8 @@ class LineGeneration:
                 generation = self._generation = self._mesh.generate(self._prompt)
                 async for delta in generation:
                     has_begun = True
+                    if delta.finish_reason is not None:
+                        await self._window.spread()
                     yield delta
                 return
             except MeshError as error:

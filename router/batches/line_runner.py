@@ -81,7 +81,7 @@ class LineRunner:
             is_limited=False,
             counts=(own := CountedRequests()),
         )
-        request = inner_request(bytes(line.body), request_id_of(batch, number), 0, terms)
+        request = inner_request(bytes(line.body), request_id_of(batch, number), 0, terms, path=line.url)
         try:
             response = await self._handlers[line.url](request)
         finally:

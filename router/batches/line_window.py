@@ -26,6 +26,7 @@ class LineWindow:
         self._arrivals = itertools.count()
         self._instances = 1
         self._look_at = 0.0
+        self._turn = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<LineWindow {self.count} of {self.most}, {len(self._waiting)} waiting>"
@@ -51,6 +52,14 @@ class LineWindow:
             if place.done() and not place.cancelled():
                 self.leave()
             raise
+
+    async def spread(self) -> None:
+        """Wait for a turn; between two turns the event loop looks after others.
+
+        Many lines end in the same step. Making their answers at once would stop every stream meanwhile.
+        """
+        async with self._turn:
+            await asyncio.sleep(0)
 
     def leave(self) -> None:
         """Give a place back; those that wait get what is free."""

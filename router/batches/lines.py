@@ -8,7 +8,7 @@ from typing import NoReturn
 import msgspec
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank")
+POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
 ENDPOINTS = (*GENERATING, *POOLED)
 """Endpoints that lines may name."""
 MOST_ID = 512

@@ -15,14 +15,19 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def inner_request(
-    body: bytes, request_id: str, key: int, terms: StoredTerms, headers: Sequence[tuple[bytes, bytes]] = ()
+    body: bytes,
+    request_id: str,
+    key: int,
+    terms: StoredTerms,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    path: str = "/",
 ) -> Request:
     """A request whose client never hangs up; ``key``: number of its API key."""
     scope: Scope = {
         "type": "http",
         "http_version": "1.1",
         "method": "POST",
-        "path": "/",
+        "path": path,
         "query_string": b"",
         "headers": [
             (b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *headers

@@ -91,6 +91,8 @@ class OutputStream:
         """The end-of-sequence token that is not reported as ``stop_reason``; others are (as in vLLM)."""
         self._length = 0
         """Characters that the detokenizer has returned."""
+        self._kept: list[int] = []
+        """Counted tokens whose text is read with the next delta."""
         self.detokenizer = tokenizer.detokenizer(
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
@@ -165,6 +167,11 @@ class OutputStream:
         assert self.finish_reason is not None, "it has ended"
         return self._recorder.sample(self.finish_reason, self._stop_reason)
 
+    def keep(self, token_id: int) -> None:
+        """Count its next token, where text is all; :meth:`take` gives it with the next delta."""
+        self.num_tokens += 1
+        self._kept.append(token_id)
+
     def read(self, token_ids: list[int]) -> str:
         """Text of its next tokens, where text is all and more tokens follow."""
         self.num_tokens += len(token_ids)
@@ -180,6 +187,8 @@ class OutputStream:
         Raises:
             ApiError: the delta reports that the request failed.
         """
+        if self._kept:
+            delta = self._with_kept(delta)
         if (
             self.is_text_alone
             and delta.finish_reason is None
@@ -206,6 +215,11 @@ class OutputStream:
                 stop_reason = None if delta.stop_reason == self._plain_end else delta.stop_reason
                 self._finish(piece, delta.finish_reason, stop_reason)
         return piece
+
+    def _with_kept(self, delta: Delta) -> Delta:
+        kept, self._kept = self._kept, []
+        self.num_tokens -= len(kept)  # they are counted again
+        return msgspec.structs.replace(delta, token_ids=[*kept, *delta.token_ids])
 
     def _read(self, delta: Delta) -> TextPiece:
         """The piece of a delta's tokens, up to a stop string."""

@@ -1,6 +1,8 @@
-"""Steps of batch lines alone: short while other requests come, whole when none do."""
+"""Steps of batch lines alone: short while other requests come, longer when none do."""
 
 from __future__ import annotations
+
+import pytest
 
 from engine.messages import BATCH_PRIORITY
 from engine.scheduling.lines_share import LinesShare
@@ -26,7 +28,10 @@ def timed_step(bench: Bench) -> int:
 def test_steps_of_lines_are_short_while_other_requests_come() -> None:
     bench = Bench(budget=64, max_seqs=16, num_blocks=400)
     lines = [bench.add(tokens(seed, 20), max_tokens=60, priority=BATCH_PRIORITY) for seed in range(12)]
-    assert timed_step(bench) == 64, "nobody else has come yet"
+    alone = [timed_step(bench) for _ in range(20)]
+    assert max(alone[10:]) <= 1.3 * LinesShare.SECONDS_ALONE / EACH, "others may come"
+    assert alone[0] == LinesShare.FIRST
+    assert max(alone) >= 0.7 * LinesShare.SECONDS_ALONE / EACH, "nobody else has come yet"
     other = bench.add(tokens(50, 6), max_tokens=2)
     while bench.requests[other].status is not Status.FINISHED:
         timed_step(bench)
@@ -51,17 +56,45 @@ def test_a_prompt_goes_before_later_ones_beside_a_line_that_decodes() -> None:
     bench.finish()
 
 
-def test_they_are_whole_again_once_nobody_comes() -> None:
+def settled(share: LinesShare, fixed: float, each: float, steps: int = 200) -> float:
+    """Seconds of the longest of the last steps, all of them full."""
+    longest = 0.0
+    for number in range(steps):
+        seconds = fixed + each * share.tokens
+        share.took(share.tokens, seconds)
+        if number >= steps // 2:
+            longest = max(longest, seconds)
+    return longest
+
+
+def test_they_are_longer_again_once_nobody_comes() -> None:
     share = LinesShare(2048)
-    assert share.tokens == 2048
+    settled(share, 0.0, 0.0001)
+    alone = share.tokens
+    assert 0.7 * LinesShare.SECONDS_ALONE < 0.0001 * alone < 1.3 * LinesShare.SECONDS_ALONE
     share.others_run()
     steps = 0
-    while share.tokens < 2048:
+    while share.are_short:
         share.took(share.tokens, 0.0001 * share.tokens)
         steps += 1
     assert 0.9 * LinesShare.LASTS / LinesShare.SECONDS < steps < 1.6 * LinesShare.LASTS / LinesShare.SECONDS
+    assert share.tokens == alone, "what was learned stays"
     share.others_run()
-    assert 30 < share.tokens < 70, "what was learned stays"
+    assert 30 < share.tokens < 70, "so it does for short ones"
+
+
+@pytest.mark.parametrize("fixed", [0.0005, 0.004, 0.02])
+def test_steps_alone_are_as_long_as_their_fixed_part_asks(fixed: float) -> None:
+    share = LinesShare(1 << 16)
+    longest = settled(share, fixed, 0.0001)
+    bound = max(LinesShare.SECONDS_ALONE, LinesShare.PARTS * fixed)
+    assert 0.7 * bound < longest < 1.3 * bound
+
+
+def test_steps_alone_are_whole_where_tokens_cost_next_to_nothing() -> None:
+    share = LinesShare(2048)
+    assert settled(share, 0.04, 0.00005) > LinesShare.SECONDS_ALONE
+    assert share.tokens == 2048
 
 
 def test_a_model_whose_steps_are_all_long_gets_a_few_tokens_a_step() -> None:

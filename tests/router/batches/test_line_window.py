@@ -136,3 +136,30 @@ def test_places_go_to_the_earliest_line_and_never_to_one_that_is_gone() -> None:
         assert window.count == 1
 
     asyncio.run(run())
+
+
+def test_of_lines_that_end_together_few_are_answered_before_the_loop_looks_after_others() -> None:
+    facts: Any = Unusable()
+    window = LineWindow(facts, 200)
+    answered = others = 0
+    most = 0
+
+    async def answer() -> None:
+        nonlocal answered
+        await window.spread()
+        answered += 1
+
+    async def run() -> None:
+        nonlocal others, most
+        tasks = [asyncio.create_task(answer()) for _ in range(100)]
+        tasks[5].cancel()
+        while answered < 99:
+            before = answered
+            await asyncio.sleep(0)
+            others += 1
+            most = max(most, answered - before)
+        assert (await asyncio.gather(*tasks, return_exceptions=True)).count(None) == 99
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert most <= 2
+    assert others >= 50

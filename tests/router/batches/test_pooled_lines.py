@@ -22,6 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["Hello", "world"]},
     "/v1/score": {"text_1": "Hello", "text_2": ["world", "Hello"]},
     "/rerank": {"query": "Hello", "documents": ["world", "Hello"]},
+    "/v2/rerank": {"query": "Hello", "documents": ["world", "Hello"]},
 }
 
 

@@ -12,7 +12,7 @@ from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
 from router.config import HttpConfig
 from router.mesh import Prompt, ServedModel
-from router.text.output_stream import OutputStream
+from router.text.output_stream import OutputStream, join
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, serving
 from tests.router.fake_mesh import FakeMesh, Script, saying
@@ -120,3 +120,25 @@ def test_a_later_try_changes_no_count(tokenizer: Tokenizer, logprobs: int | None
     ):
         stream.take(delta)
         assert stream.num_cached_tokens == expected
+
+
+@pytest.mark.parametrize("end", [Delta(1, [72], FinishReason.LENGTH), Delta(1, [], FinishReason.ABORT)])
+def test_kept_tokens_come_with_the_next_delta(tokenizer: Tokenizer, end: Delta) -> None:
+    params = SamplingParams(max_tokens=9)
+    prompt = Prompt("id", [5, 6, 7], params, 1)
+    kept, taken = (OutputStream(0, prompt, params, tokenizer) for _ in range(2))
+    ids = tokenizer.encode("so much of it: \u00e4\u20ac\U0001f600 and \u00e4", add_special_tokens=False)
+    pieces = []
+    for number, token_id in enumerate(ids):
+        pieces.append(taken.take(Delta(1, [token_id], num_cached_tokens=0)))
+        if number:
+            kept.keep(token_id)
+        else:
+            first = kept.take(Delta(1, [token_id], num_cached_tokens=0))
+        assert kept.num_tokens == taken.num_tokens == number + 1
+    pieces.append(taken.take(end))
+    whole = join([first, kept.take(end)])
+    assert whole.text == "".join(piece.text for piece in pieces)
+    assert whole.token_ids == [*ids, *end.token_ids]
+    assert kept.num_tokens == taken.num_tokens
+    assert whole.finish_reason == end.finish_reason
