@@ -14,6 +14,7 @@ DIGEST_BYTES = 16
 IN_LINE = frozenset(
     {
         "cohere2_vision",
+        "gemma4",
         "idefics3",
         "internvl",
         "lfm2_vl",
@@ -31,6 +32,8 @@ ON_AXES = frozenset(
 """Model types in which each row has positions on three axes, see :mod:`engine.vision.axes`."""
 WHOLE = frozenset({"gemma3"})
 """Model types in which each row of an image sees all of it."""
+WHOLE_IN_WINDOWS = "gemma4"
+"""Model type in which only layers with a window may do so."""
 FAMILIES = IN_LINE | ON_AXES | WHOLE
 """Model types whose images are served; of others the language part is served alone."""
 GRID = "image_grid_thw"
@@ -152,6 +155,16 @@ def image_merge(config: Mapping[str, Any]) -> int:
     vision = config.get("vision_config")
     found = vision.get("spatial_merge_size", 2) if isinstance(vision, Mapping) else 2
     return found if isinstance(found, int) and found > 0 else 2
+
+
+def images_are_whole(config: Mapping[str, Any]) -> bool:
+    """Whether each row of an image sees all of it, in some layers at least.
+
+    ``config``: of config.json.
+    """
+    text = config.get("text_config")
+    by_choice = isinstance(text, Mapping) and text.get("use_bidirectional_attention") == "vision"
+    return config.get("model_type") in WHOLE or (config.get("model_type") == WHOLE_IN_WINDOWS and by_choice)
 
 
 def image_token(config: Mapping[str, Any]) -> int | None:

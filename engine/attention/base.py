@@ -171,6 +171,12 @@ class PackedRows:
 
     It rises in a row. Rows of some images see all of theirs: no step has a part of one.
     """
+    windows_see: bool = False
+    """Whether only layers with a window have ``sees``."""
+
+    def seen_within(self, reach: KeyReach) -> Int64s | None:
+        """What ``sees`` has for layers of this reach."""
+        return None if self.windows_see and reach.window is None else self.sees
 
 
 @dataclass

@@ -178,7 +178,7 @@ class _Parts:
             slots = self._cache.slots(self._rows, blocks[:, None], within)
             at = positions[tokens]
             places = np.arange(len(rows)) * self._per_block
-            yield self._part(tokens, places, rows, slots, blocks, seen, at)
+            yield self._part(tokens, places, rows, slots, blocks, seen, at, at)
 
     def of_longer_rows(self) -> Iterator[_Part]:
         """Rows of several tokens, one after the other."""
@@ -200,12 +200,14 @@ class _Parts:
         places = np.arange(end - begin)
         num_blocks = max(-(-len(places) // self._per_block), self._least)
         positions = begin + np.minimum(np.arange(num_blocks * self._per_block), len(places) - 1)
-        first = int(self._first_key(np.array(begin)))
-        seen = np.arange(first, first + -(-(end - first) // KEY_TILE) * KEY_TILE)
-        slots = self._cache.slots(self._rows, row, np.minimum(seen, end - 1))
         at = positions.reshape(num_blocks, self._per_block)
+        sees = self._rows.seen_within(self._reach)
+        until = at if sees is None else sees[at + offset]
+        first, last = int(self._first_key(np.array(begin))), int(until.max())
+        seen = np.arange(first, first + ((last - first) // KEY_TILE + 1) * KEY_TILE)
+        slots = self._cache.slots(self._rows, row, np.minimum(seen, last))
         rows = np.array([row])
-        return self._part(at + offset, places, begin + places + offset, slots, rows, seen[None], at)
+        return self._part(at + offset, places, begin + places + offset, slots, rows, seen[None], at, until)
 
     def _first_key(self, positions: Int64s) -> Int64s:
         """First key of the first tile that queries at these positions can see."""
@@ -220,10 +222,14 @@ class _Parts:
         rows: Int64s,
         seen: Int64s,
         at: Int64s,
+        until: Int64s,
     ) -> _Part:
-        """``seen`` [contexts, keys] are positions of keys, ``at`` [blocks, tokens per block] of queries."""
+        """``seen`` [contexts, keys] are positions of keys, ``at`` [blocks, tokens per block] of queries.
+
+        ``until``: of the last key that each query sees.
+        """
         cache = self._cache
-        visible = seen[:, None, :] <= at[:, :, None]
+        visible = seen[:, None, :] <= until[:, :, None]
         if not self._reach.is_whole:
             visible &= seen[:, None, :] >= self._reach.first_key(at)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=cache.dtype)

@@ -117,10 +117,11 @@ class TorchPagedAttention(PagedTensors):
         if self.device.type != "cpu":  # there these buffers would take what the cache leaves
             most_blocks = GATHER_BYTES // max(self._token_bytes * self.block_size, 1)
         builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device, most_blocks)
-        views: dict[KeyReach, _View] = {}
-        for reach in {layer.reach.within(longest) for layer in self.layers}:
-            views[reach] = builder.view(reach)
-        view_of_layer = [views[layer.reach.within(longest)] for layer in self.layers]
+        if rows.windows_see and rows.sees is not None:
+            longest = np.iinfo(np.int64).max  # layers with a window see more, however long it is
+        reaches = [layer.reach.within(longest) for layer in self.layers]
+        views = {reach: builder.view(reach) for reach in set(reaches)}
+        view_of_layer = [views[reach] for reach in reaches]
         return TorchAttentionPlan(self, rows, upload(slots, self.device), view_of_layer)
 
     def store(
@@ -284,7 +285,8 @@ class _ViewBuilder:
             table = self.rows.block_tables[row, first_block : (start + count - 1) // self.block_size + 1]
             blocks = upload(table, self.device)
         context_start = 0 if own else first_block * self.block_size
-        sees = None if self.rows.sees is None else self.rows.sees[first_token : first_token + count]
+        sees = self.rows.seen_within(reach)
+        sees = None if sees is None else sees[first_token : first_token + count]
         if sees is None or int((sees - np.arange(start, start + count)).max()) == 0:
             tiles = self._tiles(start, count, context_start, reach)
         else:

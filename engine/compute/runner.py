@@ -25,6 +25,7 @@ from engine.compute.step_images import agreed, rows_with_images, with_failed
 from engine.compute.step_results import result_of, result_with_logprobs, with_experts
 from engine.compute.trace import MOST_SPANS
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
+from engine.kernels.core.base_model import TABLE
 from engine.model.weights import LoadedModel
 from engine.states.held import RequestStates, StateRows
 from engine.step import Admit, Span, Step, StepResult
@@ -69,7 +70,7 @@ class ModelRunner:
         self._adapters = adapters
         self._images: EncodedImages | None = None
         self._image_merge = 0
-        self._images_are_whole = False
+        self._images_are_whole = self._windows_see = False
         self._model = model
         self._cache = cache
         self._program = program
@@ -161,6 +162,7 @@ class ModelRunner:
         """Take in what this model does with images; ``encoder``: where the stream begins."""
         self._images = encoder
         self._image_merge, self._images_are_whole = info.image_merge, info.images_are_whole
+        self._windows_see = info.windows_see_images
 
     def _admit(self, admit: Admit) -> None:
         """Put a request into its slot."""
@@ -258,7 +260,10 @@ class ModelRunner:
         begins = [*offsets.tolist(), len(positions)]
         axes = _axes_of(held, step.starts, positions, begins)
         sees = _seen_by(held, step.starts, positions, begins) if self._images_are_whole else None
-        return PackedRows(starts, counts, tables, positions, num_single, adapters, axes, sees), input_ids
+        rows = PackedRows(
+            starts, counts, tables, positions, num_single, adapters, axes, sees, self._windows_see
+        )
+        return rows, input_ids
 
     def _place_images(
         self, rows: Sequence[RowImages], input_ids: Int64s
@@ -364,6 +369,9 @@ class ModelRunner:
         are_given = ids < 0
         rows = given[0].index_select(0, (-1 - ids).clamp(min=0))
         words = {"inputs_embeds": torch.where(are_given.unsqueeze(1), rows, embedded).unsqueeze(0)}
+        if hasattr(inputs := self._model.module.base_model, TABLE):  # layers have inputs of tokens beside it
+            ids = torch.where(are_given, inputs.padding_idx or 0, ids)
+            words["per_layer_inputs"] = inputs.get_per_layer_inputs(ids.unsqueeze(0))
         if len(given) == 1:
             return words
         numbers = -1 - ids[are_given]  # transformers adds the other planes behind its first layers

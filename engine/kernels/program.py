@@ -319,7 +319,7 @@ class Program:
             arguments.put(turned=found.rows, own_angles=found.own_angles if found.own else None)
             arguments.keep(found)
         if packed.sees is not None:
-            arguments.put(sees=packed.sees)
+            arguments.put(sees=packed.sees, windows_see=int(packed.windows_see))
         self._run(arguments, tokens, computes_all=computes_all, num_added=max(0, planes - 1))
         return arguments, plan
 

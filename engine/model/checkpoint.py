@@ -28,7 +28,7 @@ from engine.model.quantization.formats import Format, UnsupportedFormat, format_
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from engine.model.weight_digest import sample_digest
 from engine.model.weight_set import check_weights, weight_files
-from engine.prompt_images import WHOLE, image_merge, image_token
+from engine.prompt_images import WHOLE_IN_WINDOWS, image_merge, image_token, images_are_whole
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     Then no step may have a part of one.
     """
 
+    @property
+    def windows_see_images(self) -> bool:
+        """Whether only layers with a window see whole images."""
+        return self.model_type == WHOLE_IN_WINDOWS
+
 
 @readable_errors()
 def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
@@ -133,7 +138,7 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
         has_states=has_states(text),
         image_token=image_token(config),
         image_merge=image_merge(config),
-        images_are_whole=config.get("model_type") in WHOLE,
+        images_are_whole=images_are_whole(config),
     )
 
 

@@ -176,4 +176,9 @@ def _without_layers(config: Any) -> Any:
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of Gemma 4: by layer, too
+        if getattr(text, name, None):
+            setattr(text, name, 0)
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
     return config

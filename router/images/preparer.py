@@ -31,6 +31,7 @@ BESIDE = (
     "rows",
     "cols",
     "num_patches",
+    "num_soft_tokens_per_image",
 )
 """What a processor returns beside what the encoder takes."""
 NUM_IMAGES = "batch_num_images"
@@ -122,10 +123,28 @@ def load_processor(directory: str) -> Any:
 
 
 def leave_videos_out() -> None:
-    """Make processors without the part for videos from now on, in this process."""
+    """Make processors without parts for videos and audio from now on, in this process."""
     import transformers
 
     mixin: Any = transformers.ProcessorMixin
+    if mixin.get_attributes.__func__ is _attributes:
+        return
+    initialise, read_parts = mixin.__init__, mixin._get_arguments_from_pretrained.__func__
+
+    def initialise_without(self: Any, *parts: Any, **named: Any) -> None:
+        initialise(self, *parts, **{name: part for name, part in named.items() if part is not None})
+
+    def read_images_and_text(processor_class: Any, *given: Any, **named: Any) -> list[Any]:
+        """Arguments by place, None for each part that is left out and has no default."""
+        found = dict(
+            zip(_attributes(processor_class), read_parts(processor_class, *given, **named), strict=True)
+        )
+        names = [*inspect.signature(processor_class.__init__).parameters.values()][1:]
+        first = [each.name for each in names if each.name in found or each.default is each.empty]
+        return [found.get(each) for each in first]
+
+    mixin.__init__ = initialise_without
+    mixin._get_arguments_from_pretrained = classmethod(read_images_and_text)
     mixin.get_attributes = classmethod(_attributes)
 
 

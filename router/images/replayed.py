@@ -24,6 +24,8 @@ Longer rows are of masks: each number is 0 or 1.
 """
 ORIGINAL = "image_sizes"
 """Name of the tensor with an image's size before it was cut and scaled."""
+PLACES = "image_position_ids"
+"""Name of the tensor with each patch's column and row, -1 in padding."""
 MOST_PIXELS = 1 << 26
 """Pixels of an image before that, where ``--max-image-pixels`` allows no more."""
 MOST_TENSORS = 8
@@ -58,12 +60,15 @@ def _check(image: ReplayImage, path: str, most_pixels: int) -> None:
     for tensor, rows in zip(image.tensors, found, strict=True):
         if rows.dtype.kind == "f" or not rows.size:
             continue
-        if rows.shape[1] > FEW:
+        least = 0
+        if tensor.name == PLACES:
+            extent, most, least = rows.max(), pixels, -1
+        elif rows.shape[1] > FEW:
             extent, most = rows.max(), 1
         else:  # products of any int64s: in floats, which have no overflow
             extent = np.maximum(rows, 1).astype(np.float64).prod(axis=1).sum()
             most = most_pixels if tensor.name == ORIGINAL else pixels
-        if rows.min() < 0 or extent > most:
+        if rows.min() < least or extent > most:
             refuse(f"{path}.tensors: {tensor.name[:40]} is larger than the image's pixels.", path)
 
 

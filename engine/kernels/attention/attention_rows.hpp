@@ -77,7 +77,7 @@ inline int64_t num_tasks_of(const Operation& op, const Step& step) { return op.f
 
 // Position of the last key that a query of a task sees: its own, that of its image, or any of the row that its window reaches.
 inline int64_t last_seen(const Step& step, const AttentionTask& task, int64_t query, bool sees_all, int64_t window) {
-    if (step.sees != nullptr) return step.sees[step.offsets[task.row] + task.first + query];
+    if (step.sees != nullptr && (window > 0 || !step.windows_see)) return step.sees[step.offsets[task.row] + task.first + query];
     const int64_t position = task.position + query;
     return !sees_all ? position : window > 0 ? std::min(task.length - 1, position + window - 1) : task.length - 1;
 }

@@ -243,6 +243,7 @@ struct Step {
     const int64_t* turned;          // [tokens] position by which heads are turned; -1 - n: row n of own_angles; none: those in positions
     const Angles* own_angles;       // [kinds], of tokens that have a position on each of several axes
     const int64_t* sees;            // [tokens] position of the last key that a token sees, rising in a row; none: its own
+    int64_t windows_see;            // whether that is so in layers with a window only
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

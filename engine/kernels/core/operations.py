@@ -37,7 +37,7 @@ _STEP = np.dtype(
         "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
         "num_chosen_tasks", "chosen_tasks", "draws", "rows", "states", "fills", "num_runs", "num_chosen_runs",
         "runs", "chosen_runs", "adapters", "chosen_adapters", "order", "chosen_order", "given",
-        "num_given", "turned", "own_angles", "sees"
+        "num_given", "turned", "own_angles", "sees", "windows_see"
     )]
 )  # fmt: skip
 

@@ -64,7 +64,7 @@ void add_given(const Operation& op, const Step& step, Work& work) {
 }
 
 // out [tokens, n], of each layer k numbers: their norm, plus those of the token in a table [tokens of the vocabulary, n]. more: the norm's
-// weights [k]; number: what it adds; factors: on the table's numbers, and on the sum
+// weights [k]; number: what it adds; factors: on the table's numbers, and on the sum; a: the token that stands for rows that are given
 template <class T>
 void inputs(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -72,7 +72,7 @@ void inputs(const Operation& op, const Step& step, Work& work) {
     const Floats of_table = filled(op.factors[0]), of_sum = filled(op.factors[1]);
     work.for_each(step.tokens, [&](int64_t token) {
         E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.n);
-        const E* table = static_cast<const E*>(op.in) + step.ids[token] * op.n;
+        const E* table = static_cast<const E*>(op.in) + (step.ids[token] < 0 ? op.a : step.ids[token]) * op.n;
         for (int64_t first = 0; first < op.n; first += op.k) norm_row<T>(to + first, to + first, norm, op.k);
         for (int64_t i = 0; i < op.n; i += LANES) {
             Mask lanes = lanes_of(int(op.n - i));

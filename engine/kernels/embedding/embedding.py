@@ -120,5 +120,6 @@ class PackedEmbedding:
             factors=inputs.factors,
             n=total,
             k=inputs.width,
+            a=inputs.padding,
             number=inputs.norm.eps,
         )

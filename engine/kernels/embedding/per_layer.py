@@ -71,6 +71,8 @@ class LayerInputs:
     projection_factor: float
     norm: Norm
     """Norm of the numbers of each layer."""
+    padding: int
+    """Token that stands for the rows of images."""
 
     @property
     def width(self) -> int:
@@ -108,7 +110,8 @@ def inputs_of(base: Any, dtype: torch.dtype) -> LayerInputs | None:
     norm = norm_of(getattr(base, TABLE_NORM), int(getattr(base, WIDTH)))
     factors = [float(torch.as_tensor(table.embed_scale).to(dtype)), float(base.per_layer_input_scale)]
     factor = float(base.per_layer_model_projection_scale)
-    return LayerInputs(table.weight, torch.tensor(factors), projection.weight, factor, norm)
+    padding = getattr(base, "padding_idx", None) or 0
+    return LayerInputs(table.weight, torch.tensor(factors), projection.weight, factor, norm, padding)
 
 
 def without_inputs(base: Any) -> Any:

@@ -55,7 +55,7 @@ def submit_of(number: int, prompt: SeenPrompt, *, num_new: int = NUM_NEW) -> Sub
 def generated(model: Any, prompt: SeenPrompt) -> list[int]:
     ids = torch.tensor([prompt.ids])
     given = dict(prompt.tensors)
-    if "image_grid_thw" in given:
+    if "image_grid_thw" in given or "image_position_ids" in given:
         given["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
     if model.config.model_type == "gemma3":
         given["token_type_ids"] = (ids == PLACEHOLDER).int()
@@ -79,7 +79,7 @@ def prompts_of(family: str) -> list[SeenPrompt]:
     ]
 
 
-EACH_PUSH = ("llava", "qwen3_vl", "gemma3")
+EACH_PUSH = ("llava", "qwen3_vl", "gemma3", "gemma4", "gemma4_small")
 
 
 @pytest.mark.parametrize("family", at_night([*VISION_FAMILIES], EACH_PUSH))
@@ -111,6 +111,18 @@ def test_torch_computes_the_same(family: str, directories: Callable[[str], Path]
     found, _ = instance.answers(submits, How(budget=24))
     expected = [generated(model, prompt) for prompt in prompts]
     assert [found[number].token_ids for number in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("family", at_night(["gemma3", "gemma4"], ("gemma4",)))
+def test_fixed_blocks_see_whole_images(family: str, directories: Callable[[str], Path]) -> None:
+    directory, prompts = directories(family), prompts_of(family)[:2]
+    model = hf.AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
+    instance = load(directory, dtype="float32", numerics="torch", batch_invariant=True)
+    submits = [submit_of(number, prompt) for number, prompt in enumerate(prompts)]
+    alone, _ = instance.answers(submits, ALONE)
+    assert [alone[number].token_ids for number in range(2)] == [generated(model, each) for each in prompts]
+    found, _ = instance.answers(submits, How(budget=24))
+    assert found == alone
 
 
 @pytest.mark.nightly
@@ -170,13 +182,14 @@ def test_images_behind_layers_need_these_on_one_stage(directories: Callable[[str
         executor.close()
 
 
-def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("family", at_night(["llava", "gemma4_small"], ("llava",)))
+def test_images_of_one_size_share_no_block(family: str, directories: Callable[[str], Path]) -> None:
     """The same image again is found; another one in its place is not."""
-    one, other = seen_prompt("llava", 1), seen_prompt("llava", 2)
+    one, other = seen_prompt(family, 1), seen_prompt(family, 2)
     swapped = SeenPrompt(
         one.ids, (replace(one.images[0], digest=other.images[0].digest, tensors=other.images[0].tensors),), {}
     )
-    instance = load(directories("llava"), dtype="float32")
+    instance = load(directories(family), dtype="float32")
     submits = [submit_of(number, prompt) for number, prompt in enumerate([one, one, swapped])]
     alone, _ = instance.answers(submits, ALONE)
     assert alone[0] == alone[1] != alone[2]
@@ -186,7 +199,9 @@ def test_images_of_one_size_share_no_block(directories: Callable[[str], Path]) -
     assert instance.executor.image_encoder.num_encoded <= 4, "an image was encoded for each request"
 
 
-@pytest.mark.parametrize(("family", "seed", "num_text"), [("qwen3_vl", 3, 9), ("gemma3", 1, 1)])
+@pytest.mark.parametrize(
+    ("family", "seed", "num_text"), [("qwen3_vl", 3, 9), ("gemma3", 1, 1), ("gemma4", 1, 9)]
+)
 def test_hits_that_end_in_an_image_go_on_there(
     family: str, seed: int, num_text: int, directories: Callable[[str], Path]
 ) -> None:

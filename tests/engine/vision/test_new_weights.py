@@ -30,7 +30,10 @@ from tests.engine.vision.tiny_vision_models import PLACEHOLDER, make_tiny_vision
 from tests.engine.weight_versions.made import trained
 from tests.waiting import until
 
-FAMILIES = ["llava", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen3_vl", "gemma3"))]
+FAMILIES = [
+    "llava",
+    *(pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen3_vl", "gemma3", "gemma4_small")),
+]
 
 
 def of_tower(name: str, tensor: torch.Tensor) -> torch.Tensor:

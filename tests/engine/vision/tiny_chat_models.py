@@ -8,6 +8,7 @@ from typing import Any
 import transformers as hf
 
 from router.images.preparer import leave_videos_out
+from tests.engine.vision import tiny_gemma4_models
 from tests.engine.vision.tiny_axes_models import MERGE, PATCH, config_of
 from tests.engine.vision.tiny_vision_models import CHAT_TEMPLATE, TEXT, TOWER, save_vision_model
 from tests.router.tiny_tokenizer import byte_level
@@ -53,9 +54,10 @@ def make_tiny_gemma_chat_model(directory: Path) -> Path:
     text = TEXT | {"vocab_size": vocab_size, "max_position_embeddings": 1024, "num_hidden_layers": 4}
     config = hf.Gemma3Config(
         vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
-        text_config=hf.Gemma3TextConfig(**text, head_dim=16, sliding_window=24),
+        text_config=hf.Gemma3TextConfig(**text, head_dim=16, sliding_window=24, tie_word_embeddings=False),
         image_token_id=fast.convert_tokens_to_ids(SOFT),
         mm_tokens_per_image=16,
+        tie_word_embeddings=False,
     )
     save_vision_model(directory, config)
     processor = hf.Gemma3Processor(
@@ -92,4 +94,24 @@ def make_tiny_onevision_chat_model(directory: Path) -> Path:
         chat_template=CHAT_TEMPLATE,
     )
     processor.save_pretrained(directory)
+    return directory
+
+
+def make_tiny_gemma4_chat_model(directory: Path, kind: str = "gemma4") -> Path:
+    """A Gemma 4 of this kind; images have up to 70 rows."""
+    leave_videos_out()
+    names = {
+        "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
+        "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>",
+    }  # fmt: skip
+    fast, vocab_size = _tokenizer(**names)
+    fast.pad_token = "<eos>"
+    text = TEXT | {"vocab_size": vocab_size + 1, "max_position_embeddings": 1024}
+    config = tiny_gemma4_models.config_of(kind, text, fast.convert_tokens_to_ids("<|image|>"), window=80)
+    save_vision_model(directory, config)
+    image_processor = hf.Gemma4ImageProcessorPil(
+        patch_size=tiny_gemma4_models.PATCH, pooling_kernel_size=tiny_gemma4_models.POOLED, max_soft_tokens=70
+    )
+    template = CHAT_TEMPLATE.replace("<image>", "<|image|>")
+    hf.Gemma4Processor(None, image_processor, fast, None, template, 70).save_pretrained(directory)
     return directory

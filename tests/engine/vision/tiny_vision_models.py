@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 
 from engine.prompt_images import ImageTensor, PromptImage
-from tests.engine.vision import tiny_axes_models
+from tests.engine.vision import tiny_axes_models, tiny_gemma4_models
 from tests.router.tiny_tokenizer import byte_level
 
 PLACEHOLDER, VOCAB = 300, 320
@@ -82,143 +82,164 @@ def _uncut(tensors: Tensors) -> Tensors:
 
 BY_TORCH = ("llama4",)
 """Families that the native kernels do not compute."""
-VISION_FAMILIES = {
-    "llava": VisionFamily(
-        lambda: hf.LlavaConfig(
-            vision_config=hf.CLIPVisionConfig(**TOWER, image_size=30, patch_size=6),
-            text_config=hf.LlamaConfig(**TEXT),
-            image_token_id=PLACEHOLDER,
-        ),
-        25,
-        _pixels(1, 3, 30, 30),
-    ),
-    "llava_onevision": VisionFamily(
-        lambda: hf.LlavaOnevisionConfig(
-            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=16, patch_size=4, vision_use_head=False),
-            text_config=hf.Qwen2Config(**TEXT),
-            image_token_index=PLACEHOLDER,
-            image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]],
-        ),
-        72,
-        _cut,
-        beside_others=(17, _uncut),
-    ),
-    "internvl": VisionFamily(
-        lambda: hf.InternVLConfig(
-            vision_config=TOWER | {"image_size": [32, 32], "patch_size": [4, 4]},
-            text_config=hf.Qwen2Config(**TEXT),
-            image_token_id=PLACEHOLDER,
-            downsample_ratio=0.5,
-        ),
-        16,
-        _pixels(1, 3, 32, 32),
-    ),
-    "idefics3": VisionFamily(
-        lambda: hf.Idefics3Config(
-            vision_config=TOWER | {"image_size": 32, "patch_size": 4},
-            text_config=hf.LlamaConfig(**TEXT),
-            image_token_id=PLACEHOLDER,
-            scale_factor=2,
-        ),
-        32,
-        _split,
-    ),
-    "smolvlm": VisionFamily(
-        lambda: hf.SmolVLMConfig(
-            vision_config=TOWER | {"image_size": 32, "patch_size": 4},
-            text_config=hf.LlamaConfig(**TEXT),
-            image_token_id=PLACEHOLDER,
-            scale_factor=2,
-        ),
-        32,
-        _split,
-    ),
-    "mistral3": VisionFamily(
-        lambda: hf.Mistral3Config(
-            vision_config=hf.PixtralVisionConfig(**TOWER, image_size=32, patch_size=4),
-            text_config=hf.MistralConfig(**TEXT),
-            image_token_id=PLACEHOLDER,
-            spatial_merge_size=2,
-        ),
-        24,
-        _sized,
-    ),
-    "cohere2_vision": VisionFamily(
-        lambda: hf.Cohere2VisionConfig(
-            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
-            text_config=hf.Cohere2Config(**TEXT, sliding_window=16),
-            image_token_id=PLACEHOLDER,
-            alignment_intermediate_size=64,
-        ),
-        16,
-        _pixels(1, 3, 32, 32),
-    ),
-    "lfm2_vl": VisionFamily(
-        lambda: hf.Lfm2VlConfig(
-            vision_config=hf.Siglip2VisionConfig(**TOWER, num_patches=64, patch_size=4),
-            text_config=hf.Lfm2Config(
-                **TEXT, block_ff_dim=96, layer_types=["conv", "full_attention", "conv"], pad_token_id=0
+VISION_FAMILIES = (
+    {
+        "llava": VisionFamily(
+            lambda: hf.LlavaConfig(
+                vision_config=hf.CLIPVisionConfig(**TOWER, image_size=30, patch_size=6),
+                text_config=hf.LlamaConfig(**TEXT),
+                image_token_id=PLACEHOLDER,
             ),
-            image_token_id=PLACEHOLDER,
-            projector_hidden_size=48,
+            25,
+            _pixels(1, 3, 30, 30),
         ),
-        12,
-        _unpadded,
-    ),
-    "llama4": VisionFamily(
-        lambda: hf.Llama4Config(
-            vision_config=hf.Llama4VisionConfig(
-                **TOWER | {"intermediate_size": 128},
-                image_size=32,
-                patch_size=4,
-                vision_output_dim=32,
-                projector_input_dim=32,
-                projector_output_dim=32,
+        "llava_onevision": VisionFamily(
+            lambda: hf.LlavaOnevisionConfig(
+                vision_config=hf.SiglipVisionConfig(
+                    **TOWER, image_size=16, patch_size=4, vision_use_head=False
+                ),
+                text_config=hf.Qwen2Config(**TEXT),
+                image_token_index=PLACEHOLDER,
+                image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]],
             ),
-            text_config=hf.Llama4TextConfig(
-                **TEXT,
-                head_dim=16,
-                intermediate_size_mlp=96,
-                num_local_experts=4,
-                attention_chunk_size=64,
-                pad_token_id=0,
-            ),
-            image_token_index=PLACEHOLDER,
+            72,
+            _cut,
+            beside_others=(17, _uncut),
         ),
-        16,
-        _pixels(1, 3, 32, 32),
-    ),
-    "gemma3": VisionFamily(
-        lambda: hf.Gemma3Config(
-            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
-            text_config=hf.Gemma3TextConfig(
-                **TEXT | {"num_hidden_layers": 4},
-                head_dim=16,
-                sliding_window=12,
-                layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "internvl": VisionFamily(
+            lambda: hf.InternVLConfig(
+                vision_config=TOWER | {"image_size": [32, 32], "patch_size": [4, 4]},
+                text_config=hf.Qwen2Config(**TEXT),
+                image_token_id=PLACEHOLDER,
+                downsample_ratio=0.5,
             ),
-            image_token_id=PLACEHOLDER,
-            mm_tokens_per_image=16,
+            16,
+            _pixels(1, 3, 32, 32),
         ),
-        16,
-        _pixels(1, 3, 32, 32),
-        has_marks=False,
-    ),
-} | {
-    family: VisionFamily(
-        partial(tiny_axes_models.config_of, family, TEXT, PLACEHOLDER), None, tiny_axes_models.patches
-    )
-    for family in (
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "glm4v",
-        "glm4v_moe",
-    )
-}
+        "idefics3": VisionFamily(
+            lambda: hf.Idefics3Config(
+                vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+                text_config=hf.LlamaConfig(**TEXT),
+                image_token_id=PLACEHOLDER,
+                scale_factor=2,
+            ),
+            32,
+            _split,
+        ),
+        "smolvlm": VisionFamily(
+            lambda: hf.SmolVLMConfig(
+                vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+                text_config=hf.LlamaConfig(**TEXT),
+                image_token_id=PLACEHOLDER,
+                scale_factor=2,
+            ),
+            32,
+            _split,
+        ),
+        "mistral3": VisionFamily(
+            lambda: hf.Mistral3Config(
+                vision_config=hf.PixtralVisionConfig(**TOWER, image_size=32, patch_size=4),
+                text_config=hf.MistralConfig(**TEXT),
+                image_token_id=PLACEHOLDER,
+                spatial_merge_size=2,
+            ),
+            24,
+            _sized,
+        ),
+        "cohere2_vision": VisionFamily(
+            lambda: hf.Cohere2VisionConfig(
+                vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
+                text_config=hf.Cohere2Config(**TEXT, sliding_window=16),
+                image_token_id=PLACEHOLDER,
+                alignment_intermediate_size=64,
+            ),
+            16,
+            _pixels(1, 3, 32, 32),
+        ),
+        "lfm2_vl": VisionFamily(
+            lambda: hf.Lfm2VlConfig(
+                vision_config=hf.Siglip2VisionConfig(**TOWER, num_patches=64, patch_size=4),
+                text_config=hf.Lfm2Config(
+                    **TEXT, block_ff_dim=96, layer_types=["conv", "full_attention", "conv"], pad_token_id=0
+                ),
+                image_token_id=PLACEHOLDER,
+                projector_hidden_size=48,
+            ),
+            12,
+            _unpadded,
+        ),
+        "llama4": VisionFamily(
+            lambda: hf.Llama4Config(
+                vision_config=hf.Llama4VisionConfig(
+                    **TOWER | {"intermediate_size": 128},
+                    image_size=32,
+                    patch_size=4,
+                    vision_output_dim=32,
+                    projector_input_dim=32,
+                    projector_output_dim=32,
+                ),
+                text_config=hf.Llama4TextConfig(
+                    **TEXT,
+                    head_dim=16,
+                    intermediate_size_mlp=96,
+                    num_local_experts=4,
+                    attention_chunk_size=64,
+                    pad_token_id=0,
+                ),
+                image_token_index=PLACEHOLDER,
+            ),
+            16,
+            _pixels(1, 3, 32, 32),
+        ),
+        "gemma3": VisionFamily(
+            lambda: hf.Gemma3Config(
+                vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4),
+                text_config=hf.Gemma3TextConfig(
+                    **TEXT | {"num_hidden_layers": 4},
+                    head_dim=16,
+                    sliding_window=12,
+                    layer_types=[
+                        "sliding_attention",
+                        "sliding_attention",
+                        "full_attention",
+                        "sliding_attention",
+                    ],
+                    tie_word_embeddings=False,
+                ),
+                image_token_id=PLACEHOLDER,
+                mm_tokens_per_image=16,
+                tie_word_embeddings=False,
+            ),
+            16,
+            _pixels(1, 3, 32, 32),
+            has_marks=False,
+        ),
+    }
+    | {
+        family: VisionFamily(
+            partial(tiny_axes_models.config_of, family, TEXT, PLACEHOLDER), None, tiny_axes_models.patches
+        )
+        for family in (
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "qwen3_vl_moe",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "glm4v",
+            "glm4v_moe",
+        )
+    }
+    | {
+        kind: VisionFamily(
+            partial(tiny_gemma4_models.config_of, kind, TEXT, PLACEHOLDER),
+            12,
+            tiny_gemma4_models.patches,
+            has_marks=False,
+        )
+        for kind in tiny_gemma4_models.KINDS
+    }
+)
 
 
 def make_tiny_vision_model(directory: Path, family: str) -> Path:

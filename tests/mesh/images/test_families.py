@@ -33,6 +33,18 @@ def make_dense_qwen(directory: Path) -> Path:
     return make_tiny_qwen_chat_model(directory, "qwen3_vl")
 
 
+def make_small_gemma4(directory: Path) -> Path:
+    from tests.engine.vision.tiny_chat_models import make_tiny_gemma4_chat_model
+
+    return make_tiny_gemma4_chat_model(directory, "gemma4_small")
+
+
+def make_gemma4_mixture(directory: Path) -> Path:
+    from tests.engine.vision.tiny_chat_models import make_tiny_gemma4_chat_model
+
+    return make_tiny_gemma4_chat_model(directory, "gemma4_moe")
+
+
 def make_gemma(directory: Path) -> Path:
     from tests.engine.vision.tiny_chat_models import make_tiny_gemma_chat_model
 
@@ -45,6 +57,8 @@ def make_gemma(directory: Path) -> Path:
         pytest.param(make_qwen, ["-dp", "2", "-ep"], id="qwen -ep", marks=pytest.mark.nightly),
         pytest.param(make_dense_qwen, ["-dp", "2", "-tp", "2"], id="qwen -tp", marks=pytest.mark.nightly),
         pytest.param(make_gemma, ["-dp", "2", "-pp", "2"], id="gemma -pp", marks=pytest.mark.nightly),
+        pytest.param(make_small_gemma4, ["-dp", "2", "-tp", "2"], id="gemma4 -tp", marks=pytest.mark.nightly),
+        pytest.param(make_gemma4_mixture, ["-dp", "2", "-ep"], id="gemma4 -ep", marks=pytest.mark.nightly),
     ],
 )
 def test_families_by_layout(make: Callable[[Path], Path], flags: list[str], tmp_path: Path) -> None:

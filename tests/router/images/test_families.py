@@ -12,6 +12,7 @@ from engine.prompt_images import image_merge, image_token, problem_with, problem
 from router.images.placing import for_request, images_in, with_images
 from router.images.preparer import load_processor, prepare
 from tests.engine.vision.tiny_chat_models import (
+    make_tiny_gemma4_chat_model,
     make_tiny_gemma_chat_model,
     make_tiny_onevision_chat_model,
     make_tiny_qwen_chat_model,
@@ -20,7 +21,12 @@ from tests.engine.vision.tiny_chat_models import (
 Image = pytest.importorskip("PIL.Image")
 
 
-MAKERS = [make_tiny_qwen_chat_model, make_tiny_gemma_chat_model, make_tiny_onevision_chat_model]
+MAKERS = [
+    make_tiny_qwen_chat_model,
+    make_tiny_gemma_chat_model,
+    make_tiny_gemma4_chat_model,
+    make_tiny_onevision_chat_model,
+]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -49,7 +55,7 @@ def test_prompts_are_those_of_the_whole_processor(
     assert problem_with_grids(found, image_merge(config)) is None
     tensors = {each.name: each.shape for each in prepared[0].tensors}
     if make is not make_tiny_onevision_chat_model:
-        assert tensors.keys() <= {"pixel_values", "image_grid_thw"}
+        assert tensors.keys() <= {"pixel_values", "image_grid_thw", "image_position_ids"}
     elif count == 1:
         assert tensors == {"pixel_values": expected["pixel_values"].shape, "image_sizes": (1, 2)}
     else:

@@ -95,6 +95,16 @@ def test_sizes_before_an_image_was_cut_have_the_bound_of_requests() -> None:
     assert taken_from([image], 1 << 27)
 
 
+def test_patches_that_fill_an_image_up_have_no_place() -> None:
+    """As Gemma 4's processor writes them."""
+    places = replace(GRID, name="image_position_ids", shape=(1, 2, 2), data=struct.pack("4q", 1, 0, -1, -1))
+    assert taken_from([replace(IMAGE, tensors=(PIXELS, places))])
+    for wrong in ((1, 0, -2, -2), (1, 0, 1 << 40, 0)):
+        bad = replace(places, data=struct.pack("4q", *wrong))
+        with pytest.raises(ApiError, match="larger than"):
+            taken_from([replace(IMAGE, tensors=(PIXELS, bad))])
+
+
 def test_arrays_without_numbers_are_taken() -> None:
     empty = [replace(MASK, shape=shape, data=b"") for shape in ((0,), (0, 2), (1 << 31, 0), (0, 1 << 31))]
     assert taken_from([replace(IMAGE, tensors=(PIXELS, *empty))])
