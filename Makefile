@@ -34,10 +34,10 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal $(SLOW)
+	LOCKSTEP_EACH_PUSH=1 LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal $(SLOW)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(SLOW) $(MESH_TESTS)
+	LOCKSTEP_EACH_PUSH=1 $(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(SLOW) $(MESH_TESTS)
 endif
 
 house: $(STAMP)  ## measures of the code's structure: classes, functions, names, repeated lines, rooms, pages

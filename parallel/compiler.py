@@ -43,8 +43,11 @@ ARM_FEATURES = {
 """Features of ARM64 CPUs: a word of the auxiliary vector, and a bit of it."""
 ELF_HEADER = 64
 """Bytes of an ELF header."""
-TIMEOUT = 120.0
-"""Timeout of a compilation at start, in seconds; it takes a few."""
+TIMEOUT = 300.0
+"""Timeout of a compilation at start, in seconds.
+
+It takes a few, and a minute or two on a busy machine.
+"""
 TIMEOUT_AHEAD = 1200.0
 """Timeout in seconds of a compilation ahead of use, as when building an image.
 

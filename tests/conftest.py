@@ -22,9 +22,12 @@ import pytest
 
 from parallel.compiler import cpu_flags
 from parallel.devices import has_device
-from tests.nightly import examples, runs_now
+from tests.nightly import NIGHTLY, costs, examples, runs_now
 
 pytest_plugins = ["tests.measured"]
+
+MESH_LIMIT = 900
+"""Least limit of a test of real processes in seconds; the machine may be busy."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: children would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and be deaf to Ctrl-C
@@ -76,11 +79,27 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what runs at night only (:func:`tests.nightly.runs_now`)."""
-    left_out = [item for item in items if not runs_now(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if runs_now(item)]
+    """Leave out what runs at night only, and set the limit of tests of meshes.
+
+    See :func:`tests.nightly.runs_now` and :mod:`tests.nightly.costs`.
+    """
+    kept = [item for item in items if runs_now(item)]
+    if costs.EACH_PUSH and not NIGHTLY:
+        kept = costs.chosen(kept, costs.read_costs())
+    if len(kept) < len(items):
+        ids = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
+        items[:] = kept
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        if item.get_closest_marker("mesh") and (own is None or own.args[0] < MESH_LIMIT):
+            item.add_marker(pytest.mark.timeout(MESH_LIMIT), append=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure tests where that is asked for."""
+    if "LOCKSTEP_COSTS" in os.environ:
+        config.pluginmanager.register(costs.Recorder())
 
 
 def pytest_collection_finish() -> None:

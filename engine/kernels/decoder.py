@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
+from engine.attention.base import LAYER_ATTRIBUTE, LayerShape, LayersInTurn
 from engine.kernels.attention.rotary import Rotary
 from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.choosing.output import Output, output_of
@@ -239,6 +239,8 @@ def _mixers(layer: Any, order: Order, shapes: Sequence[LayerShape], base: BaseMo
 def _mixer(module: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Mixer:
     """The mixer of a module; attention has the shape of its number."""
     number = getattr(module, LAYER_ATTRIBUTE, None)
+    if isinstance(number, LayersInTurn):
+        raise NotRecognised(f"{type(module).__name__} attends several times per token")
     return mixer_of(module, None if number is None else shapes[number], base)
 
 

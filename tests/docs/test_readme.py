@@ -15,7 +15,7 @@ import pytest
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Ports, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

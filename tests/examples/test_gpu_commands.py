@@ -167,7 +167,6 @@ def test_a_pretended_device_idles_less_where_steps_are_scheduled_ahead(borrowed:
 
 @pytest.mark.nightly
 @pytest.mark.mesh
-@pytest.mark.timeout(300)
 def test_deaths_are_rehearsed(borrowed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = borrowed / "results.json"
     arguments = [

@@ -14,8 +14,8 @@ Otherwise what fits into a run for each push.
 
 
 def examples(number: int) -> int:
-    """How many examples a property test draws: a quarter of them for each push."""
-    return number if NIGHTLY else max(number // 4, 25)
+    """How many examples a property test draws: an eighth of them for each push."""
+    return number if NIGHTLY else max(number // 8, 15)
 
 
 def is_on_diagonal(item: pytest.Item) -> bool:

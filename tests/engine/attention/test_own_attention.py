@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from engine.attention.base import LayersInTurn
 from engine.attention.own_attention import KINDS
 from engine.config import CacheConfig
+from engine.kernels.core.stand_ins import NotRecognised
+from engine.kernels.decoder import recognise
 from engine.model.checkpoint import CheckpointError
 from engine.model.choice import choose_backend
 from engine.model.model_sources import OWN_ATTENTION
@@ -84,6 +86,12 @@ def test_codes_of_keys_with_linear_biases_are_refused(family: str, tmp_path: Pat
     assert choose_backend("auto", model, CacheConfig()) == "TORCH_SDPA"
     with pytest.raises(CheckpointError, match=r"--kv-cache-dtype int8: .*linear biases \(ALiBi\)"):
         choose_backend("auto", model, CacheConfig(kv_cache_dtype="int8"))
+
+
+def test_a_module_that_attends_several_times_is_no_layer_of_the_kernels(tmp_path: Path) -> None:
+    model = load(make_state_model(tmp_path, "diffllama"))
+    with pytest.raises(NotRecognised, match="DiffLlamaAttention attends several times per token"):
+        recognise(model.module, model.layers, model.dtype)
 
 
 def test_calls_of_a_module_take_its_layers_in_turn_and_begin_anew_with_each_step() -> None:

@@ -56,6 +56,7 @@ def alone(instance: Instance, submits: list[Submit]) -> Answers:
     return instance.answers(submits, ALONE)[0]
 
 
+@pytest.mark.each_push
 def test_answers_in_company_are_those_alone(
     instance: Instance, submits: Sequence[Submit], alone: Answers
 ) -> None:

@@ -123,6 +123,7 @@ def test_neighbours_graphs_and_the_device_change_no_bit(case: str) -> None:
         assert all(torch.equal(row, expected[each]) for each, row in zip(crowd, found, strict=True))
 
 
+@pytest.mark.each_push
 @cases
 def test_chunks_change_no_bit(case: str) -> None:
     """Each token of a prompt computed whole, in chunks beside another row, and alone."""

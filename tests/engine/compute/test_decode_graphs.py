@@ -91,6 +91,7 @@ def make_cache(kind: str, model: LoadedModel):
     )
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize(
     ("kind", "family"),
     [

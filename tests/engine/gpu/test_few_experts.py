@@ -32,6 +32,7 @@ def layers_of(model) -> list[torch.nn.Module]:
     return [module for module in model.modules() if hasattr(module, "gate_up_proj")]
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_those_of_a_product_each(family: str, dtype: torch.dtype) -> None:

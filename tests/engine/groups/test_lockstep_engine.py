@@ -323,6 +323,7 @@ def test_spread_experts_give_the_same_tokens(
         assert sum(stepping.empty_steps for stepping in mesh.steppings) > 0, "nobody took part without tokens"
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize(
     ("family", "split"), [("deepseek_v3", (1, 2)), ("gpt_oss", None), ("qwen3_moe", None)]
 )

@@ -426,6 +426,7 @@ LAYOUTS: dict[str, tuple[int, Group, str]] = {
 }
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.diagonal("layout", "family", columns=len(MIXTURES), each=1)

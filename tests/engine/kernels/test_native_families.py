@@ -285,6 +285,7 @@ def test_weights_in_float16_are_kept_and_give_the_bits_of_float32(
     assert sizes == [(sizes[1][0] // 2, sizes[1][0] // 2), (sizes[1][0], 0)]
 
 
+@pytest.mark.each_push
 def test_the_kernels_for_avx2_know_all_operations(
     directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def members(directory: Path) -> list[tuple[Any, HeldExperts]]:
     return found
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize("group", GROUPS, ids=["threads", "links"])
 def test_experts_come_from_a_peer_without_a_file(
     directory: Path, whole: Any, group: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from engine.probe.facts import LinkFacts, ProbeFailed
 from engine.probe.links import ProbeRequest
 from tests.mesh.hosts import Host, two_hosts, why_not
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 SECONDS = 60.0
 """Patience of ``--timeout``; everything here ends long before."""

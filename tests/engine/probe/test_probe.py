@@ -45,7 +45,6 @@ def child(rank: int, size: int, port: int, timeout: float, address: str = "127.0
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(280)
 def test_three_hosts_measure_each_pair_and_all_together() -> None:
     port = free_port()
     said: dict[int, bytes] = {}

@@ -90,6 +90,7 @@ LAYOUTS = [
 """Family, numbers of workers, and which of these have layers with states."""
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize(("family", "layout", "have_states"), LAYOUTS)
 def test_workers_give_the_bits_of_one(
     family: str, layout: dict[str, Any], have_states: list[bool], tmp_path: Path

@@ -94,6 +94,7 @@ def request(number: int, prompt: list[int], most: int = 24) -> Submit:
 PROMPT = [7 * n % 380 + 5 for n in range(70)]
 
 
+@pytest.mark.each_push
 def test_requests_go_on_with_their_old_keys(served: Served) -> None:
     running = Running(served, How())
     running.submit(request(1, PROMPT))

@@ -146,6 +146,7 @@ def test_torchs_operators_get_new_weights(tmp_path: Path) -> None:
     check_update(directory, new, numerics="torch", batch_invariant=True)
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize(
     ("family", "layout"), [("llama", {"tp": 2}), ("mixtral", {"tp": 2}), ("llama", {"pp": 2})]
 )

@@ -27,7 +27,6 @@ from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(420),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
@@ -189,6 +188,7 @@ SPREAD = ("granitemoe", EXPERTS, ("-ep",))
 LAYOUTS = [("llama", EVERYWHERE, ()), pytest.param(*SPREAD, marks=pytest.mark.nightly)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "settings", "flags"), LAYOUTS, ids=["llama", "spread experts"])
 @pytest.mark.parametrize("seed", range(2) if NIGHTLY else range(1))
 def test_no_answer_is_of_another_adapter(

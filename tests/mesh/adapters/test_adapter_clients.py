@@ -22,7 +22,6 @@ from tests.mesh.harness import Ports, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(290),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 CLIENTS = Path(__file__).parents[3] / "examples" / "clients"

@@ -21,7 +21,6 @@ from tests.mesh.running.test_adapters import NAMES, Adapted, stream
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
@@ -130,6 +129,7 @@ def test_adapters_come_and_go_while_the_mesh_serves(adapted: Adapted, tmp_path: 
         assert command.stop() == 0
 
 
+@pytest.mark.nightly
 def test_workers_of_an_instance_read_their_parts(adapted: Adapted, tmp_path: Path) -> None:
     ports, first = Ports(), adapted.places["one"]
     truth = {name: adapted.truth(name, PROMPT, TOKENS) for name in ("one", "two")}

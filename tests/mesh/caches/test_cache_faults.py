@@ -26,7 +26,6 @@ from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(280),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 FOUND = (LENGTH - 1) // BLOCK_SIZE
@@ -143,6 +142,7 @@ def test_a_poisoned_transfer_is_named_and_its_source_not_asked_again(tmp_path: P
         assert command.stop() == 0
 
 
+@pytest.mark.nightly
 def test_an_inherited_block_that_is_half_written_is_named(tmp_path: Path) -> None:
     ports = Ports()
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), *SHARED, "--restart") as command:
@@ -243,6 +243,7 @@ async def stream_and_look(
         return await asyncio.gather(*(one(rank) for rank in range(len(firsts))))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_running_requests_that_found_a_wrong_piece_are_listed_and_computed_again(
     tmp_path: Path, size: int

@@ -12,7 +12,7 @@ import pytest
 from engine.config import SHIPPED_MODEL
 from tests.mesh.conftest import Mesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.mesh
 
 USER: list[Any] = [{"role": "user", "content": "Tell me about Mr. Darcy."}]
 

@@ -18,7 +18,7 @@ from engine.config import SHIPPED_MODEL
 from tests.mesh.clients.test_clients import assert_idle
 from tests.mesh.conftest import Mesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 
 def post(mesh: Mesh, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.mesh.harness import Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 SLOTS, QUEUE = 2, 1
 LIMITED = 5

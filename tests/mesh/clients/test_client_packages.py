@@ -12,7 +12,7 @@ import pytest
 
 from tests.mesh.conftest import Mesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(290)]
+pytestmark = pytest.mark.mesh
 
 FOLDER = Path(__file__).parents[3] / "examples" / "clients"
 

@@ -17,7 +17,7 @@ from engine.config import SHIPPED_MODEL
 from tests.mesh.conftest import Mesh
 from tests.mesh.harness import Ports, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.mesh
 
 LETTERS = "abcdefgh"
 LONG: dict[str, Any] = {"max_tokens": 30, "extra_body": {"ignore_eos": True}}

@@ -17,7 +17,7 @@ import pytest
 from tests.mesh.conftest import Mesh
 from tests.mesh.harness import free_port, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 
 def lockstep(*argv: str, said: str = "") -> subprocess.CompletedProcess[str]:

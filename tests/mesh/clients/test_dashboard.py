@@ -17,7 +17,7 @@ from engine.model.finding import MODELS_DIRECTORY
 from tests.mesh.clients.browser import KEEP, chromium, screenshot
 from tests.mesh.harness import Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 KEY = "open sesame"
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32", "--restart"]

@@ -16,7 +16,7 @@ from router.turns import harmony
 from tests.mesh.harness import Ports, serve
 from tests.router import tiny_tokenizer
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"

@@ -18,7 +18,7 @@ from tests.mesh.clients.vllm_boards import CLASSIC, NEWER
 from tests.mesh.faults.test_loss import crowd_of
 from tests.mesh.harness import Ports, free_port, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 OURS = Path(__file__).parents[3] / "docs" / "grafana" / "lockstep.json"
 VARIABLES = {

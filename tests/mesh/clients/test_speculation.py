@@ -18,7 +18,7 @@ from tests.mesh.faults.test_loss import NUM_TOKENS, crowd, crowd_of
 from tests.mesh.faults.test_transfers import of
 from tests.mesh.harness import Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "adaptive": false}'
 
@@ -72,6 +72,7 @@ def test_a_draft_model_changes_no_token(flags: tuple[str, ...], tmp_path: Path) 
     assert found["accepted_tokens"] > 50
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [WAYS[0], AT_NIGHT[0]], ids=" ".join)
 def test_a_head_changes_no_token(flags: tuple[str, ...], tmp_path: Path) -> None:
     found = compared(find_model(None), HEAD, flags, tmp_path)
@@ -86,6 +87,7 @@ def test_a_drained_instances_requests_go_on_with_a_head(tmp_path: Path) -> None:
     assert found["accepted_tokens"] > 50
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [WAYS[0], *AT_NIGHT], ids=" ".join)
 def test_a_prediction_layer_changes_no_token(flags: tuple[str, ...], tmp_path: Path) -> None:
     """One of random weights, whose proposals are wrong."""

@@ -18,7 +18,7 @@ from tests.mesh.clients.structured import FLAGS, ask_all
 from tests.mesh.conftest import Mesh
 from tests.mesh.harness import Ports, serve
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 SOME = range(len(WRITTEN), len(WRITTEN) + 16)
 """A share of what ``python -m tests.mesh.clients.structured --schemas 200 --kill`` asks for."""

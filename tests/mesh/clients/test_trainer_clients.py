@@ -14,7 +14,7 @@ import pytest
 
 from examples.clients import run
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(290)]
+pytestmark = pytest.mark.mesh
 
 PYTHON = "LOCKSTEP_TRAINERS_PYTHON"
 """Environment variable: a Python that has them all."""

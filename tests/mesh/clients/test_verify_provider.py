@@ -28,12 +28,11 @@ from tests.router.tools.verify.lies import tuned_copy
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(280),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
 DIRECTORY = MODELS_DIRECTORY / SHIPPED_MODEL
-NUM_REQUESTS = 50 if NIGHTLY else 12
+NUM_REQUESTS = 50 if NIGHTLY else 6
 REASONING = ["--reasoning-parser", "deepseek_r1"]
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "16", "--dtype", "bfloat16", *REASONING]
 TEMPLATE = (

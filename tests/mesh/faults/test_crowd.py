@@ -7,9 +7,10 @@ import pytest
 from tests.mesh.conftest import Mesh
 from tests.mesh.faults.crowd import KINDS, run
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 
+@pytest.mark.nightly
 def test_a_crowd_of_bad_clients_leaves_no_trace(mesh: Mesh) -> None:
     router = mesh.command.child("Router")
     before = router.num_fds()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.mesh
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kill_a_rank.py"
 

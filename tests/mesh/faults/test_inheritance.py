@@ -14,7 +14,6 @@ from tests.mesh.harness import Ports, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 

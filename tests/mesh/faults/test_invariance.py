@@ -30,7 +30,6 @@ from tests.mesh.harness import Ports, free_port, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 

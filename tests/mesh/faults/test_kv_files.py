@@ -22,7 +22,6 @@ from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 CACHED = (LENGTH - 1) // 16 * 16
@@ -33,7 +32,7 @@ KEY_FILE = ("--mesh-key-file", "mesh.key")
 
 @pytest.mark.parametrize(
     ("workers", "where"),
-    [((), "host"), ((), "device")] + [(("-tp", "2"), "host"), (KEY_FILE, "host")] * NIGHTLY,
+    [((), "host")] + [((), "device"), (("-tp", "2"), "host"), (KEY_FILE, "host")] * NIGHTLY,
     indirect=["where"],
 )
 def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(

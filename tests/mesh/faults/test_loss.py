@@ -24,7 +24,7 @@ from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.spread_mesh import SpreadMesh
 from tests.nightly import NIGHTLY
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 STEP_TIMEOUT = 4.0
 """Seconds. Longer than any step takes, also on a busy machine."""

@@ -20,7 +20,7 @@ from tests.mesh.faults.test_loss import NUM_TOKENS, crowd
 from tests.mesh.harness import wait_until
 from tests.mesh.spread_mesh import SpreadMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.mesh
 
 
 def room_for_four() -> int:
@@ -97,6 +97,7 @@ def test_a_killed_instance_costs_no_token_and_comes_back_under_load(mesh: Mesh) 
     mesh.still_right()
 
 
+@pytest.mark.nightly
 def test_an_instance_is_drained_under_load(mesh: Mesh) -> None:
     leaver = mesh.engine(1)
     mesh.disturb(leaver.terminate)
@@ -133,6 +134,7 @@ def test_the_coordinator_and_an_instance_die_together(mesh: Mesh) -> None:
     mesh.still_right()
 
 
+@pytest.mark.nightly
 def test_the_coordinator_dies_and_later_an_instance(mesh: Mesh) -> None:
     epoch = mesh.view().epoch
 

@@ -18,7 +18,6 @@ from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(280),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 

@@ -18,7 +18,7 @@ from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_sharding import gone, workers
 from tests.mesh.spread_mesh import FLAGS, SpreadMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 NUM_STREAMS = 4
 UNDISTURBED = 100

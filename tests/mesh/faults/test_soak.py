@@ -15,7 +15,7 @@ SOAK = Path(__file__).parents[3] / "examples" / "benchmarks" / "soak.py"
 
 MINUTES = 0.3
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
 from tests.nightly import NIGHTLY
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 RPC = "62310"
 URL = "http://127.0.0.1:8000"
@@ -93,6 +93,7 @@ def test_a_firewall_between_two_hosts_is_named_with_ranks_and_addresses(
         assert f"({there} to {here})" in view.waiting_for
 
 
+@pytest.mark.nightly
 def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_back(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:

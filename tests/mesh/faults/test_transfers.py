@@ -24,7 +24,6 @@ from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
@@ -33,7 +32,12 @@ LENGTH = 1000
 """Tokens of a prompt."""
 PLACES = pytest.mark.parametrize(
     ("workers", "where"),
-    [((), "host"), (("-tp", "2"), "host"), (("-pp", "2"), "host"), ((), "device")],
+    [
+        ((), "host"),
+        pytest.param(("-tp", "2"), "host", marks=pytest.mark.nightly),
+        pytest.param(("-pp", "2"), "host", marks=pytest.mark.nightly),
+        ((), "device"),
+    ],
     indirect=["where"],
     ids=["", "-tp 2", "-pp 2", "device"],
 )
@@ -179,14 +183,19 @@ def test_requests_of_a_drained_instance_move_with_their_blocks(
 
 
 async def streams(
-    ports: Ports, prompts: list[list[int]], act: Callable[[], object] | None = None, *, tokens: int = 250
+    ports: Ports,
+    prompts: list[list[int]],
+    act: Callable[[], object] | None = None,
+    *,
+    tokens: int = 250,
+    all_have_begun: asyncio.Event | None = None,
 ) -> list[tuple[list[int], list[str]]]:
     """Token ids and log-probabilities of answers.
 
-    With ``act``, all run at instance 1, and it is called once they have begun.
+    With ``act``, all run at instance 1, and it is called once they have begun. ``all_have_begun`` is set then.
     """
     begun: set[int] = set()
-    all_have_begun = asyncio.Event()
+    all_have_begun = all_have_begun or asyncio.Event()
 
     async def ask(client: openai.AsyncOpenAI, index: int) -> tuple[list[int], list[str]]:
         extra = {"x-data-parallel-rank": "1"} if act is not None else {}

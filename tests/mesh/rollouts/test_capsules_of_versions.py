@@ -18,7 +18,7 @@ from router.tools.verify.command import main as verify
 from tests.engine.weight_versions.made import trained
 from tests.mesh.running.test_pauses import PausedMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 NUM_TOKENS = 60
 LONG = 1500
@@ -49,6 +49,7 @@ def capsule_of(text: str) -> Capsule:
     return read(found)
 
 
+@pytest.mark.nightly
 def test_verify_and_replay_go_by_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = MODELS_DIRECTORY / SHIPPED_MODEL
     new = trained(old, tmp_path / "new")

@@ -26,7 +26,7 @@ from tests.mesh.harness import wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 from tests.nightly import NIGHTLY
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(580)]
+pytestmark = pytest.mark.mesh
 
 NUM_ROLLOUTS, NUM_UPDATES, NUM_KILLS = (1000, 20, 2) if NIGHTLY else (120, 4, 1)
 AT_ONCE = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[3]
 LINE = re.compile(r"step +\d+: reward (0\.\d+), 1536 ratios are 1\.0")

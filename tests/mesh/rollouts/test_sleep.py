@@ -15,7 +15,7 @@ from tests.mesh.faults.load import Answer, ask, session
 from tests.mesh.harness import wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 DENSE = "--no-enable-expert-parallel"
 

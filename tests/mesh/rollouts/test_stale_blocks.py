@@ -24,7 +24,6 @@ from tests.mesh.running.test_pauses import PausedMesh
 pytestmark = [
     pytest.mark.mesh,
     pytest.mark.nightly,
-    pytest.mark.timeout(500),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 

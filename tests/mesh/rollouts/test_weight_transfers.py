@@ -22,7 +22,7 @@ from tests.mesh.faults.test_loss import crowd
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 DENSE = "--no-enable-expert-parallel"
 COUNT, NUM_TOKENS = 6, 60

@@ -27,7 +27,6 @@ from tests.mesh.running.test_roles import router_sees
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
@@ -159,9 +158,10 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 """Families, what adapters change there, and layouts."""
 EACH_PUSH = 2
 """The first of these cases."""
-AT_NIGHT = [pytest.mark.nightly, pytest.mark.timeout(600)]  # PEFT computes experts slowly
+AT_NIGHT = [pytest.mark.nightly]  # PEFT computes experts slowly
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "settings", "flags"),
     [

@@ -11,7 +11,7 @@ import pytest
 from tests.mesh.faults.test_loss import crowd, crowd_of
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.mesh, pytest.mark.nightly]
 
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "8"]
 NUM_STREAMS = 24

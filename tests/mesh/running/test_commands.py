@@ -28,7 +28,7 @@ from engine.config import SHIPPED_MODEL
 from engine.model.finding import MODELS_DIRECTORY
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--dtype", "float32"]
 JOINER = ["--num-gpu-blocks-override", "400"]
@@ -130,7 +130,9 @@ def streamed(ports: Ports) -> str:
     ("head_flags", "node_flags"),
     [
         (["-dp", "3", "-dpl", "1"], ["--headless", "-dp", "3", "-dpl", "2", "-dpr", "1"]),
-        (["-dp", "2", "-dpl", "0"], ["--headless", "-dp", "2", "-dpl", "2"]),
+        pytest.param(
+            ["-dp", "2", "-dpl", "0"], ["--headless", "-dp", "2", "-dpl", "2"], marks=pytest.mark.nightly
+        ),
     ],
     ids=["both nodes", "all engines on the second node"],
 )

@@ -34,7 +34,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [NAME, "ip6-localhost"])
+@pytest.mark.parametrize("name", [NAME, pytest.param("ip6-localhost", marks=pytest.mark.nightly)])
 def test_an_endpoint_of_such_a_name(prefix: list[str], name: str, tmp_path: Path) -> None:
     port = free_port()
     argv = ["--host", name, "--port", str(port), "-dpp", str(free_port())]
@@ -49,7 +49,9 @@ def test_an_endpoint_of_such_a_name(prefix: list[str], name: str, tmp_path: Path
         assert router.stop() == 0
 
 
-@pytest.mark.parametrize(("name", "address"), [("ip6-loopback", "::1"), (HOST, ADDRESS)])
+@pytest.mark.parametrize(
+    ("name", "address"), [("ip6-loopback", "::1"), pytest.param(HOST, ADDRESS, marks=pytest.mark.nightly)]
+)
 def test_a_coordinator_of_such_a_name(
     prefix: list[str], name: str, address: str | None, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from lockstep import LLM, EngineDeadError, RequestOutput, SamplingParams
 from router.faults import FaultEvent
 from tests.mesh.harness import free_port, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FLAGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 600, "max_num_seqs": 32}
@@ -214,6 +214,7 @@ def start(argv: list[str], directory: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 def test_two_nodes_print_what_one_prints(tmp_path: Path) -> None:
     nodes = ["--dp-size", "2", "--node-size", "2", "--master-port", str(free_port()), "--node-rank"]
     commands = [["--dp-size", "1"], [*nodes, "1"], [*nodes, "0"]]

@@ -13,7 +13,7 @@ from engine.model.finding import MODELS_DIRECTORY
 from lockstep import LLM, RequestOutput, SamplingParams
 from tests.engine.weight_versions.made import trained
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 FLAGS: dict[str, Any] = {"num_gpu_blocks_override": 600, "max_num_seqs": 32, "enable_expert_parallel": False}
 PROMPTS = [[5 + 3 * index + place for place in range(40)] for index in range(8)]
@@ -64,6 +64,7 @@ def test_an_llm_goes_over_to_new_weights(tmp_path: Path) -> None:
         assert generate(llm) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_workers_go_over_to_new_weights(layout: dict[str, int], tmp_path: Path) -> None:
     old = MODELS_DIRECTORY / SHIPPED_MODEL

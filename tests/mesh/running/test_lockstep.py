@@ -17,7 +17,7 @@ from tests.mesh.faults.test_loss import crowd_of
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_commands import ask, streamed
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 NUM_LAYERS = 6
 NUM_TOKENS = 120
@@ -47,7 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         (3, "auto", "round_robin"),
         pytest.param(2, "allgather_reducescatter", "linear", marks=pytest.mark.nightly),
         pytest.param(2, "all_to_all", "round_robin", marks=pytest.mark.nightly),
-        (2, "tcp", "round_robin"),
+        pytest.param(2, "tcp", "round_robin", marks=pytest.mark.nightly),
     ],
 )
 def test_spread_experts_change_no_token(

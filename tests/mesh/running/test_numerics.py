@@ -23,7 +23,7 @@ from engine.kernels.core import library
 from parallel.kernel_kinds import KINDS
 from tests.mesh.harness import Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--no-enable-expert-parallel"]
 LACKING = [kind for kind in KINDS if library.why_not(kind) is not None]

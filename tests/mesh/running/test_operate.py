@@ -24,7 +24,7 @@ from coordinator.messages import State
 from tests.mesh.faults.test_loss import crowd, crowd_of
 from tests.mesh.harness import Command, Ports, free_port, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
 NUM_STREAMS = 12
@@ -283,6 +283,7 @@ def test_what_is_refused(operated: Operated) -> None:
         urllib.request.urlopen(f"{operated.url}/admin/world")
 
 
+@pytest.mark.nightly
 def test_emptied_by_force_and_without_its_fork_server_the_mesh_waits_for_others(operated: Operated) -> None:
     assert operated.lockstep("drain", "0", "--force").returncode == 0
     assert [member for member in operated.view().members if member.state is State.READY] == []

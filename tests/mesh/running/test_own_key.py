@@ -15,7 +15,7 @@ from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Command, Ports, wait_until
 from tests.mesh.running.test_commands import ask
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "8", "--dtype", "float32"]
 

@@ -20,7 +20,7 @@ from tests.mesh.faults.test_loss import body_of
 from tests.mesh.harness import free_port, wait_until
 from tests.mesh.spread_mesh import FLAGS, SpreadMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 NUM_STREAMS, NUM_TOKENS = 6, 400
 
@@ -76,7 +76,9 @@ class PausedMesh(SpreadMesh):
         return answers
 
 
-@pytest.mark.parametrize("how", ["--no-enable-expert-parallel", "-ep"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("--no-enable-expert-parallel", marks=pytest.mark.nightly), "-ep"]
+)
 def test_a_pause_outlasts_a_death_and_holds_for_a_joiner(tmp_path: Path, how: str) -> None:
     with contextlib.ExitStack() as stack:
         mesh = PausedMesh(tmp_path, stack, how)

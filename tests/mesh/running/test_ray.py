@@ -23,7 +23,6 @@ from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install '.[ray]'"),
 ]
 

@@ -21,7 +21,7 @@ from router.tools.replay.command import main as replay
 from tests.mesh.harness import Ports, serve
 from tests.nightly import NIGHTLY
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 SIZES = [1, 3] if NIGHTLY else [1]
 """Instances of the fresh meshes."""
@@ -109,6 +109,7 @@ def forged(capsule: Capsule, index: int) -> bytes:
     return written(msgspec.convert(fields, Capsule, str_keys=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 def test_answers_are_equal_on_a_fresh_mesh_of_another_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

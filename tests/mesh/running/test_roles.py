@@ -19,7 +19,6 @@ from tests.mesh.harness import Ports, free_port, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
@@ -60,10 +59,13 @@ def test_streams_go_on_while_roles_change_and_roles_outlive_processes(tmp_path: 
             assert answer.status == 202
 
     async def disturbed() -> list[tuple[list[int], list[str]]]:
-        running = asyncio.create_task(streams(ports, prompts, tokens=LONG))
+        begun = asyncio.Event()
+        running = asyncio.create_task(streams(ports, prompts, tokens=LONG, all_have_begun=begun))
+        await asyncio.wait_for(begun.wait(), 60)
         for role in (Role.PREFILL, Role.DECODE, Role.PREFILL):
-            await asyncio.sleep(0.4)
             await asyncio.to_thread(set_role, 1, role)
+            await asyncio.to_thread(wait_until, lambda wanted=role: roles(ports)[1] == wanted, 10)
+            await asyncio.to_thread(command.wait_for, "requests move")
         return await running
 
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), "--admin-port", str(admin), *flags) as command:

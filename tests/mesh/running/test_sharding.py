@@ -15,7 +15,7 @@ from coordinator.process.process import EXIT_WORKER_LOST
 from tests.mesh.faults.test_loss import NUM_TOKENS, crowd
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 
 def workers(command: Command, rank: int) -> list[psutil.Process]:

@@ -24,7 +24,7 @@ from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
 from tests.parallel.link_pairs import needs_ucx
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.mesh
 
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--dtype", "float32"]
 RPC = "62300"
@@ -225,6 +225,7 @@ def test_experts_over_two_hosts_in_other_layouts(
         assert first.stop() == 0
 
 
+@pytest.mark.nightly
 def test_a_router_that_alone_loses_the_way_to_an_instance(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
@@ -407,6 +408,7 @@ def test_addresses_of_others_and_no_way_there_are_named(
             assert "Traceback" not in engine.log
 
 
+@pytest.mark.nightly
 def test_doctor_on_both_hosts_measures_what_lies_between(hosts: tuple[Host, Host]) -> None:
     head, other = hosts
     group = ["doctor", "--json", "--nnodes", "2", "--master-addr", head.address, "--timeout", "60"]

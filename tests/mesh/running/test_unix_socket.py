@@ -42,6 +42,7 @@ def left() -> set[Path]:
     return set(Path("/dev/shm").glob(f"{PREFIX}*"))
 
 
+@pytest.mark.nightly
 def test_a_mesh_at_a_path(prefix: list[str], directory: Path, tmp_path: Path) -> None:
     path, before = directory / "http.sock", left()
     argv = ["--uds", str(path), "--port", "9", "-dpp", str(free_port()), "-asc", "2"]

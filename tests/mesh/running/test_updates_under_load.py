@@ -77,6 +77,7 @@ def fresh_answers(directory: Path, log: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("how", [DENSE, pytest.param("-ep", marks=pytest.mark.nightly)])
 def test_no_request_fails_and_answers_are_those_of_a_fresh_mesh(tmp_path: Path, how: str, piece: int) -> None:

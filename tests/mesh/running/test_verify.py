@@ -21,7 +21,6 @@ from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(280),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 

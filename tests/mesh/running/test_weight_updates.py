@@ -19,7 +19,7 @@ from tests.mesh.faults.test_loss import crowd
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.running.test_pauses import PausedMesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.mesh
 
 DENSE = "--no-enable-expert-parallel"
 COUNT, NUM_TOKENS = 6, 150
@@ -33,7 +33,7 @@ SHARDED = ("-ep -tp 2", "-ep -pp 2")
 
 
 @pytest.mark.parametrize(
-    "how", [DENSE, "-ep", *(pytest.param(layout, marks=pytest.mark.nightly) for layout in SHARDED)]
+    "how", ["-ep", *(pytest.param(layout, marks=pytest.mark.nightly) for layout in (DENSE, *SHARDED))]
 )
 def test_all_instances_go_over_and_a_joiner_reads_the_new_weights(tmp_path: Path, how: str) -> None:
     new = trained(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "new")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.mesh.harness import Ports, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[3]
 

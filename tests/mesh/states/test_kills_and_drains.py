@@ -28,7 +28,6 @@ from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
@@ -117,6 +116,7 @@ def test_streams_of_a_killed_instance_go_on_bit_for_bit(
         command.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags", [("-pp", "2"), pytest.param(("-tp", "2"), marks=at_night), pytest.param(("-pp", "2", "-tp", "2"), marks=at_night)], ids=" ".join
 )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from tests.mesh.hosts import Host, two_hosts, why_not
 
-pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mesh, pytest.mark.nightly]
 
 PORT = 29500
 ROOT = Path(__file__).parents[3]

@@ -348,6 +348,7 @@ def much(tokenizer: Tokenizer) -> Script:
     return lambda _: [*[Delta(1, ids)] * 4000, Delta(1, ids, FinishReason.LENGTH)]
 
 
+@pytest.mark.each_push
 def test_a_client_that_does_not_keep_up_is_waited_for(server: Server, much: Script) -> None:
     """Unread parts are not buffered in memory; once it reads, it gets all."""
     server.mesh.reset(much)

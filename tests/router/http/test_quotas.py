@@ -65,6 +65,7 @@ def _take(file: Path, front_end: int, tries: int, taken: multiprocessing.Queue[i
     taken.put(count)
 
 
+@pytest.mark.each_push
 def test_front_ends_share_one_quota(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     taken = context.Queue()

@@ -33,6 +33,7 @@ def test_no_schedule_with_faults_breaks_a_rule(first: int) -> None:
     assert counts_of(first)
 
 
+@pytest.mark.each_push
 def test_the_schedules_reach_what_they_are_for() -> None:
     """A rule that is never put to the test holds too."""
     counts = counts_of(0) + counts_of(CHUNK)

@@ -47,6 +47,7 @@ def test_known_hard_schedules(seed: int) -> None:
     simulate_ordered(seed)
 
 
+@pytest.mark.each_push
 def test_the_schedules_reach_what_they_are_for() -> None:
     counts = counts_of(0)
     expected = {

@@ -74,7 +74,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.mesh
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FORMATS)
 def test_perplexity_is_that_of_the_library(name: str, text: Path, tmp_path: Path) -> None:
     found = perplexity.measure(name, Work(tmp_path, perplexity.training_windows(text)), windows(text))
@@ -90,7 +89,6 @@ def plain_loss(text: Path) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.mesh
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_perplexity_with_a_cache_of_codes(kept: str, text: Path, plain_loss: float) -> None:
     found = loss_of(str(SHIPPED), kept, "auto", windows(text))

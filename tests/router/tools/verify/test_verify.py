@@ -44,6 +44,7 @@ def verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, captured.out + captured.err
 
 
+@pytest.mark.each_push
 def test_answers_of_all_kinds_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsules = [honest().answer(SamplingParams(**kind)) for kind in KINDS]
     capsules.append(honest().answer(SamplingParams(**SAMPLED), samples=3))
