@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Kind = Literal["amx", "avx512", "avxvnni", "avx2", "neon"]
+Kind = Literal["amx", "avx512", "avx512f", "avxvnni", "avx2", "neon"]
 """Name of a kind of native kernels."""
 Architecture = Literal["x86_64", "aarch64"]
 ARCHITECTURES: dict[str, Architecture] = {
@@ -23,6 +23,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 SWITCHES = {
     "avx512f": "-mno-avx512f",
+    "avx512_bf16": "-mno-avx512bf16",
     "avx_vnni": "-mno-avxvnni",
     "amx_tile": "-mno-amx-tile",
     "amx_bf16": "-mno-amx-bf16",
@@ -32,15 +33,21 @@ SWITCHES = {
 AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 AVX2_NEEDS = frozenset({"avx2", "fma"})
 AVXVNNI_NEEDS = AVX2_NEEDS | {"avx_vnni"}
-AVX512_NEEDS = AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
+AVX512F_NEEDS = AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+AVX512_NEEDS = AVX512F_NEEDS | {"avx512_bf16", "avx512_vnni"}
 AVX2_TARGET = AVX2_NEEDS | {"bmi1", "bmi2", "f16c", "movbe", "abm"}
-AVX512_TARGET = AVX2_TARGET | AVX512_NEEDS | {"avx512cd"}
-VBMI_TARGET = AVX512_TARGET | {"avx512vbmi", "avx512_vbmi2"}
+AVX512F_TARGET = AVX2_TARGET | AVX512F_NEEDS | {"avx512cd"}
+AVX512_TARGET = AVX512F_TARGET | AVX512_NEEDS
+VBMI = frozenset({"avx512vbmi", "avx512_vbmi2"})
+VBMI_TARGET = AVX512_TARGET | VBMI
 WIDE_VECTORS = ("-mprefer-vector-width=512",)
 """Option of compilers for x86-64: loops use registers as wide as the CPU has."""
 AVX2_OPTIONS = ("-march=x86-64-v3", *WIDE_VECTORS)
-AVX512_OPTIONS = ("-march=x86-64-v4", *WIDE_VECTORS, "-mavx512bf16", "-mavx512vnni")
-VBMI_OPTIONS = (*AVX512_OPTIONS, "-mavx512vbmi", "-mavx512vbmi2")
+AVX512F_OPTIONS = ("-march=x86-64-v4", *WIDE_VECTORS)
+VNNI_OPTIONS = (*AVX512F_OPTIONS, "-mavx512vnni")
+AVX512_OPTIONS = (*VNNI_OPTIONS, "-mavx512bf16")
+WITH_VBMI = ("-mavx512vbmi", "-mavx512vbmi2")
+VBMI_OPTIONS = (*AVX512_OPTIONS, *WITH_VBMI)
 NEON_NEEDS = frozenset({"asimd"})
 NEON_OPTIONS = ("-march=armv8-a",)
 
@@ -96,11 +103,25 @@ ROWS = (
         architecture="x86_64",
         needs=AVX512_NEEDS,
         header="vectors_avx512.hpp",
-        fallback="avx2",
+        fallback="avx512f",
         targets=(
             CpuTarget("avx512vbmi", VBMI_OPTIONS, VBMI_TARGET),
             CpuTarget("avx512", AVX512_OPTIONS, AVX512_TARGET),
         ),
+    ),
+    KernelKind(
+        name="avx512f",
+        title="AVX-512 without bfloat16",
+        architecture="x86_64",
+        needs=AVX512F_NEEDS,
+        header="vectors_avx512.hpp",
+        fallback="avx2",
+        targets=(
+            CpuTarget("avx512fvbmi", (*VNNI_OPTIONS, *WITH_VBMI), AVX512F_TARGET | VBMI | {"avx512_vnni"}),
+            CpuTarget("avx512fvnni", VNNI_OPTIONS, AVX512F_TARGET | {"avx512_vnni"}),
+            CpuTarget("avx512f", AVX512F_OPTIONS, AVX512F_TARGET),
+        ),
+        avoids=AMX | {"avx512_bf16"},
     ),
     KernelKind(
         name="avxvnni",
@@ -147,6 +168,11 @@ def usable(asked: str, features: frozenset[str]) -> KernelKind | None:
     while kind is not None and not kind.needs <= features:
         kind = None if kind.fallback is None else KINDS[kind.fallback]
     return kind
+
+
+def fastest(features: frozenset[str]) -> KernelKind | None:
+    """The fastest kind that a CPU of this machine's architecture with these features runs."""
+    return next((row for row in ROWS if row.architecture == architecture() and row.needs <= features), None)
 
 
 def _with_fallbacks(name: str) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from parallel import compiler
-from parallel.kernel_kinds import ROWS, KernelKind, architecture, usable
+from parallel.kernel_kinds import KernelKind, fastest, usable
 from parallel.native_source import NativeLibrary, NativeSource
 
 SOURCE = NativeSource(path=compiler.INCLUDE / "machine_rates.cpp", absent="rates of this machine: unknown,")
@@ -88,10 +88,7 @@ def probe(kind: KernelKind | None) -> RateProbe | None:
 
 def best_kind(asked: str = "") -> KernelKind | None:
     """The kind of kernels of that name, or the fastest, that this CPU runs."""
-    flags = compiler.cpu_flags()
-    if asked:
-        return usable(asked, flags)
-    return next((row for row in ROWS if row.architecture == architecture() and row.needs <= flags), None)
+    return usable(asked, compiler.cpu_flags()) if asked else fastest(compiler.cpu_flags())
 
 
 def measure_machine(asked: str = "") -> MachineRates | None:

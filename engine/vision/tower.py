@@ -32,7 +32,7 @@ def computing_type(dtype: torch.dtype, device: torch.device, kernels: KernelLibr
     CPUs without products in bfloat16 take more than twice as long in it as in float32. The kernels in use
     decide, not the CPU: hosts of one numerics class compute alike.
     """
-    multiplies = kernels is not None and kernels.has_avx512
+    multiplies = kernels is not None and kernels.multiplies_bfloat16
     return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 and not multiplies else dtype
 
 

@@ -28,7 +28,11 @@ AVX2_ONLY = ["-fopenmp", "-mno-avx512f", "-mno-amx-tile", "-mno-amx-bf16"]
         (NEEDS["avxvnni"] | NEEDS["amx"], ["-mno-avx512f"], "avxvnni"),
         (NEEDS["avxvnni"], ["-mno-avxvnni"], "avx2"),
         (NEEDS["avx2"], [], "avx2"),
-        (NEEDS["avx512"] - {"avx512_bf16"}, [], "avx2"),
+        (NEEDS["avx512vbmi"] - {"avx512_bf16"}, [], "avx512fvbmi"),
+        (NEEDS["avx512"] - {"avx512_bf16"}, [], "avx512fvnni"),
+        (NEEDS["avx512"] - {"avx512_bf16", "avx512_vnni"}, [], "avx512f"),
+        (NEEDS["avx512"], ["-mno-avx512bf16"], "avx512fvnni"),
+        (NEEDS["avx512f"] - {"avx512vl"}, [], "avx2"),
         (NEEDS["amx"], AVX2_ONLY, "avx2"),
         (NEEDS["avx2"] - {"fma"}, [], None),
         (NEEDS["neon"] | {"bf16"}, [], "neon"),
@@ -94,5 +98,8 @@ def test_a_directory_of_another_version_is_named_and_passed_over(
 
 def test_an_unknown_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "out"), "--target", "avx1024"]) != 0
-    assert "avx1024 is not known: there are amx, avx512vbmi, avx512, avxvnni, avx2" in capsys.readouterr().err
+    assert (
+        "avx1024 is not known: there are amx, avx512vbmi, avx512, avx512fvbmi, avx512fvnni"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()

@@ -45,11 +45,15 @@ def test_the_compiler_knows_each_switch() -> None:
 
 def test_what_a_cpu_lacks_is_replaced_by_what_it_has() -> None:
     old, new = KINDS["avx2"].needs, KINDS["amx"].needs
-    for asked in ("amx", "avx512", "avx2"):
+    for asked in ("amx", "avx512", "avx512f", "avx2"):
         for features, found in ((old, "avx2"), (new, asked)):
             kind = usable(asked, features)
             assert kind is not None
             assert kind.name == found
+    without = KINDS["avx512"].needs - {"avx512_bf16", "avx512_vnni"}
+    least = usable("amx", without)
+    assert least is not None
+    assert least.name == "avx512f", "Skylake to Ice Lake, and machines that hide bfloat16"
     assert usable("amx", frozenset({"sse2"})) is None
     assert usable("", new) is None
 
@@ -57,6 +61,7 @@ def test_what_a_cpu_lacks_is_replaced_by_what_it_has() -> None:
 def test_the_kind_in_common_is_one_that_all_have() -> None:
     assert common_kind(["amx", "avx512", "amx"]) == "avx512"
     assert common_kind(["avx2", "amx"]) == "avx2"
+    assert common_kind(["avx512f", "amx", "avx512"]) == "avx512f"
     assert common_kind(["avxvnni", "avx512"]) == "avx2", "a CPU with AVX-512 may lack AVX-VNNI"
     assert common_kind(["amx"]) == "amx"
     assert common_kind(["amx", "torch"]) is None

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from parallel import compiler
-from parallel.kernel_kinds import AVX2_NEEDS, KINDS, ROWS, Kind, architecture, usable
+from parallel.kernel_kinds import AVX2_NEEDS, KINDS, ROWS, Kind, architecture, fastest, usable
 from parallel.native_source import NativeLibrary, NativeSource
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,10 @@ class KernelLibrary:
     def __init__(self, opened: NativeLibrary) -> None:
         self.call, self.text, self.check_bytes = opened.call, opened.text, opened.check_bytes
         self._without_tiles = KINDS[self.text("vectors")]
-        self.has_avx512 = self._without_tiles.name == "avx512"
-        """Whether vectors are those of AVX-512, which multiplies bfloat16."""
+        self.has_avx512 = self._without_tiles.header == KINDS["avx512"].header
+        """Whether vectors are those of AVX-512."""
+        self.multiplies_bfloat16 = self._without_tiles.name == "avx512"
+        """Whether it has instructions for products of bfloat16."""
         self.compresses = bool(self.call("can_compress"))
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
@@ -142,6 +144,6 @@ def _load(asked: str) -> KernelLibrary | None:
     able = [row.name for row in ROWS if row.architecture == architecture()]
     if asked not in ("", "0", *able):
         logger.warning("%s=%s is not known here: there are %s, and 0 for none", OFF, asked, ", ".join(able))
-    kind = usable(asked, compiler.cpu_flags())
+    kind = usable(asked, compiler.cpu_flags()) or fastest(compiler.cpu_flags())
     options = [] if kind is None else kind.options(compiler.cpu_flags())
     return SOURCE.load(KernelLibrary, *options, asked=asked)

@@ -8,11 +8,16 @@
 
 #include <cstdint>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define LOCKSTEP_AVX512 1
 #define LOCKSTEP_AVX2 0
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define LOCKSTEP_VECTORS "avx512"
 #include "vectors_avx512.hpp"
+#else
+#define LOCKSTEP_VECTORS "avx512f"
+#include "vectors_avx512.hpp"
+#endif
 #else
 #define LOCKSTEP_AVX512 0
 #ifdef __aarch64__

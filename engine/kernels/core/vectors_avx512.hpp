@@ -1,4 +1,5 @@
-// Sixteen numbers in a register of AVX-512, which multiplies pairs of bfloat16, too.
+// Sixteen numbers in a register of AVX-512, which multiplies pairs of bfloat16, too. CPUs without these instructions (avx512_bf16,
+// avx512_vnni) do the same in several: a pair of products is two of floats then, whose sum is rounded after each.
 
 #pragma once
 
@@ -102,14 +103,35 @@ inline Doubles add(Doubles total, Floats x) {
 inline double sum_of(Doubles value) { return _mm512_reduce_add_pd(value); }
 
 // ---- bfloat16: the upper half of a float
+#ifdef __AVX512BF16__
+inline __m256i halves_of(Floats value) { return (__m256i)_mm512_cvtneps_pbh(value); }  // the nearest ones, ties to even
+inline Words halves_of(Floats one, Floats two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
+// Products of the lower halves and of the upper ones, added to a sum.
+inline Floats add_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#else
+inline __m256i halves_of(Floats value) {
+    const Words bits = as_words(value), odd = and_words(shift_right<16>(bits), filled_words(1));
+    const Words nearest = add_words(bits, add_words(odd, filled_words(0x7fff)));
+    const Words quiet = _mm512_or_si512(bits, filled_words(0x400000));  // a NaN stays one
+    return _mm512_cvtepi32_epi16(shift_right<16>(picked(is_nan(value), quiet, nearest)));
+}
+inline Words halves_of(Floats one, Floats two) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(halves_of(one)), halves_of(two), 1);
+}
+inline Floats add_pairs(Floats sum, Words a, Words b) {
+    const Words upper = filled_words(int(0xffff0000));
+    sum = fmadd(as_floats(shift_left<16>(a)), as_floats(shift_left<16>(b)), sum);
+    return fmadd(as_floats(and_words(a, upper)), as_floats(and_words(b, upper)), sum);
+}
+#endif
 inline Floats load_bfloat16(const uint16_t* from, Mask lanes) {
     return as_floats(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from))));
 }
 inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
-    _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+    _mm256_mask_storeu_epi16(to, lanes, halves_of(value));
 }
 // 32 of them, the lower ones first.
-inline Words words_of_bfloat16(Floats one, Floats two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
+inline Words words_of_bfloat16(Floats one, Floats two) { return halves_of(one, two); }
 inline void store_bfloat16(uint16_t* to, Floats one, Floats two) { store(to, words_of_bfloat16(one, two)); }
 // Numbers of two in turn, of the lower halves or of the upper ones.
 inline Floats in_turn(Floats one, Floats two, int upper) {
@@ -124,7 +146,7 @@ inline Floats twice(Floats value, int upper) {
     return _mm512_permutexvar_ps(_mm512_add_epi32(numbers, _mm512_set1_epi32(8 * upper)), value);
 }
 inline Floats rounded_to_bfloat16(Floats value) {  // to the nearest one, ties to even
-    return as_floats(shift_left<16>(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value))));
+    return as_floats(shift_left<16>(_mm512_cvtepu16_epi32(halves_of(value))));
 }
 // Sixteen numbers into every other half of so many words, the lower ones or the upper ones.
 inline void store_halves(uint32_t* to, const uint16_t* from, bool upper) {
@@ -148,9 +170,7 @@ struct BFloat16Parts {
     static constexpr int PARTS = 1;
     template <int PART>
     static Words of(Words words) { return words; }
-    static Floats madd(Floats sum, Words weights, Words inputs) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)inputs);
-    }
+    static Floats madd(Floats sum, Words weights, Words inputs) { return add_pairs(sum, weights, inputs); }
 };
 
 // Words are four bytes: those of weights have signs, those of inputs none. Sums are whole numbers, in the registers of floats.
@@ -158,11 +178,20 @@ struct BytesParts {
     static constexpr int PARTS = 1;
     template <int PART>
     static Words of(Words words) { return words; }
+#ifdef __AVX512VNNI__
     static Floats madd(Floats sum, Words weights, Words inputs) {
         // With the compiler's own function a sum goes from one register to another and back, and weights come from memory for each row.
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(inputs), "v"(weights));
         return sum;
     }
+#else
+    // Bytes 0 and 2 are multiplied as numbers of 16 bits, then 1 and 3: products of bytes themselves would be cut off at 16 bits.
+    static Floats madd(Floats sum, Words weights, Words inputs) {
+        const Words even = _mm512_srai_epi16(_mm512_slli_epi16(weights, 8), 8), odd = _mm512_srai_epi16(weights, 8);
+        const Words total = add_words(as_words(sum), _mm512_madd_epi16(even, and_words(inputs, filled_words(0xff00ff))));
+        return as_floats(add_words(total, _mm512_madd_epi16(odd, _mm512_srli_epi16(inputs, 8))));
+    }
+#endif
 };
 
 // Panels, of so many, that rows go through side by side: their sums fill the registers. Each sum waits for the product before it,

@@ -1,8 +1,8 @@
 """Kernels with instructions emulated in software, for tests on CPUs without them.
 
-``python -m tests.engine.kernels.emulation NAME`` prints the compiler's command for ``tiles`` (AMX) or ``vnni``
-(AVX-VNNI). With it as ``CXX``, tests and the processes that they start run the code for these instructions;
-for ``vnni`` also with ``LOCKSTEP_NATIVE_KERNELS=avx2``.
+``python -m tests.engine.kernels.emulation NAME`` prints the compiler's command for ``tiles`` (AMX), ``wide``
+(AVX-512) or ``vnni`` (AVX-VNNI). With it as ``CXX``, tests and the processes that they start run the code for
+these instructions; for ``vnni`` also with ``LOCKSTEP_NATIVE_KERNELS=avx2``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Emulation:
         The digest is for the cache of compiled kernels, which does not see the header's text.
         """
         digest = hashlib.sha256(self.header.read_bytes()).hexdigest()[:16]
-        return shlex.join(["g++", "-include", str(self.header), f"-DEMULATED=0x{digest}"])
+        return shlex.join(["g++", "-include", str(self.header), "-Wno-psabi", f"-DEMULATED=0x{digest}"])
 
     @contextmanager
     def kernels(self) -> Iterator[library.KernelLibrary]:
@@ -59,6 +59,7 @@ class Emulation:
             mock.patch.dict(os.environ, {"CXX": self.command(), library.OFF: self.kind}),
             mock.patch.object(compiler, "cpu_flags", return_value=features),
             mock.patch.object(compiler, "COMPILE", (self.level, *compiler.COMPILE[1:])),
+            mock.patch.object(compiler, "TIMEOUT", compiler.TIMEOUT_AHEAD),
         ):
             library._load.cache_clear()
             try:
@@ -73,9 +74,11 @@ class Emulation:
 
 TILES = Emulation("amx", "avx512", Path(__file__).with_name("emulated_tiles.hpp"))
 """Tiles of AMX."""
+WIDE = Emulation("avx512f", "avx2", Path(__file__).with_name("emulated_avx512.hpp"), "-O1")
+"""Vectors of AVX-512, without its products of bfloat16 and of bytes."""
 VNNI = Emulation("avxvnni", "avx2", Path(__file__).with_name("emulated_vnni.hpp"), "-O1")
 """The product of bytes of AVX-VNNI."""
 
 
 if __name__ == "__main__":
-    print({"tiles": TILES, "vnni": VNNI}[sys.argv[1]].command())
+    print({"tiles": TILES, "wide": WIDE, "vnni": VNNI}[sys.argv[1]].command())

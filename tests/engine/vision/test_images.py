@@ -243,9 +243,9 @@ def test_the_type_of_an_encoder_follows_the_class(
 
 
 def test_products_in_bfloat16_are_those_of_the_kernels() -> None:
-    wide = SimpleNamespace(has_avx512=True)
+    wide = SimpleNamespace(multiplies_bfloat16=True)
     cpu, on = torch.device("cpu"), tower.computing_type
     assert on(torch.bfloat16, cpu, wide) == torch.bfloat16  # type: ignore[arg-type]
-    assert on(torch.bfloat16, cpu, SimpleNamespace(has_avx512=False)) == torch.float32  # type: ignore[arg-type]
+    assert on(torch.bfloat16, cpu, SimpleNamespace(multiplies_bfloat16=False)) == torch.float32  # type: ignore[arg-type]
     assert on(torch.bfloat16, cpu, None) == on(torch.float32, cpu, wide) == torch.float32  # type: ignore[arg-type]
     assert on(torch.bfloat16, torch.device("cuda"), None) == torch.bfloat16

@@ -165,7 +165,7 @@ def test_eight_adapters_and_the_model_share_a_step(served: Served) -> None:
         assert not torch.equal(each, other)
 
 
-@pytest.mark.parametrize("kind", ["avx512", "avx2"])
+@pytest.mark.parametrize("kind", ["avx512", "avx512f", "avx2"])
 def test_bits_in_bfloat16_are_those_of_a_row_alone(kind: Kind, tmp_path: Path) -> None:
     if (reason := library.why_not(kind)) is not None:
         pytest.skip(reason)

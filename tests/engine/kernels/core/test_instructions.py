@@ -15,7 +15,7 @@ from parallel import compiler
 from parallel.kernel_kinds import KINDS
 
 KERNELS = library.load()
-AVX512 = KERNELS is not None and KERNELS.has_avx512
+AVX512 = KERNELS is not None and KERNELS.multiplies_bfloat16
 pytestmark = [
     pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here"),
     pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump (binutils) here"),
