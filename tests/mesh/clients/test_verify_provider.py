@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 DIRECTORY = MODELS_DIRECTORY / SHIPPED_MODEL
-NUM_REQUESTS = 50 if NIGHTLY else 6
+NUM_REQUESTS = 50 if NIGHTLY else 12
 REASONING = ["--reasoning-parser", "deepseek_r1"]
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "16", "--dtype", "bfloat16", *REASONING]
 TEMPLATE = (

@@ -89,9 +89,9 @@ def test_streams_go_on_while_roles_change_and_roles_outlive_processes(tmp_path: 
 
         command.child("Engine_1").kill()
         wait_until(lambda: roles(ports) == [Role.DECODE], 20, "it is away")
-        wait_until(lambda: roles(ports) == [Role.DECODE, Role.PREFILL], 40, "it has the role that was set")
+        wait_until(lambda: roles(ports) == [Role.DECODE, Role.PREFILL], 200, "it has the role that was set")
         command.child("Coordinator").kill()
-        wait_until(lambda: ports.view().complete and roles(ports) == [Role.DECODE, Role.PREFILL], 40)
+        wait_until(lambda: ports.view().complete and roles(ports) == [Role.DECODE, Role.PREFILL], 200)
         router = command.child("Router")
         router.kill()
         wait_until(lambda: command.child("Router").pid != router.pid and router_sees(ports), 20)
