@@ -34,6 +34,8 @@ BESIDE = (
     "num_soft_tokens_per_image",
 )
 """What a processor returns beside what the encoder takes."""
+OTHER_PARTS = ("_processor", "_extractor")
+"""Ends of the names of a processor's parts beside its tokenizer."""
 NUM_IMAGES = "batch_num_images"
 """What a processor returns that prepares an image by the number of those beside it."""
 
@@ -132,7 +134,10 @@ def leave_videos_out() -> None:
     initialise, read_parts = mixin.__init__, mixin._get_arguments_from_pretrained.__func__
 
     def initialise_without(self: Any, *parts: Any, **named: Any) -> None:
-        initialise(self, *parts, **{name: part for name, part in named.items() if part is not None})
+        """Also without settings of parts that are left out, which processor_config.json has."""
+        own = _attributes(type(self))
+        left_out = [name for name in named if name.endswith(OTHER_PARTS) and name not in own]
+        initialise(self, *parts, **{name: part for name, part in named.items() if name not in left_out})
 
     def read_images_and_text(processor_class: Any, *given: Any, **named: Any) -> list[Any]:
         """Arguments by place, None for each part that is left out and has no default."""

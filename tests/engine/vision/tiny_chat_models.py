@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -114,4 +115,10 @@ def make_tiny_gemma4_chat_model(directory: Path, kind: str = "gemma4") -> Path:
     )
     template = CHAT_TEMPLATE.replace("<image>", "<|image|>")
     hf.Gemma4Processor(None, image_processor, fast, None, template, 70).save_pretrained(directory)
+    path = directory / "processor_config.json"
+    parts = {
+        "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+        "video_processor": {"video_processor_type": "Gemma4VideoProcessor"},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))  # as usual checkpoints have them
     return directory

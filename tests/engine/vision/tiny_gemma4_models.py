@@ -26,6 +26,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Dense, small with inputs of each layer and shared caches, and a mixture."""
+AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 24,
+}
+"""Encoder of audio that the small one has, and that is not read."""
 
 
 def config_of(kind: str, text: dict[str, Any], placeholder: int, window: int = 9) -> Any:
@@ -56,7 +64,7 @@ def config_of(kind: str, text: dict[str, Any], placeholder: int, window: int = 9
             layer_types=["sliding_attention", "full_attention"] * 2,
             tie_word_embeddings=False,
         ),
-        audio_config=None,
+        audio_config=AUDIO if kind == "gemma4_small" else None,
         image_token_id=placeholder,
         tie_word_embeddings=False,
     )

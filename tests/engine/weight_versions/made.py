@@ -19,7 +19,8 @@ def trained(directory: Path, into: Path, seed: int = 1, change: Change | None = 
     def nudged(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std().nan_to_num(0.1)
+        spread = tensor.float().std().nan_to_num(0.1) if tensor.numel() > 1 else 0.1
+        noise = torch.randn(tensor.shape, generator=generator) * spread
         return (tensor.float() + 0.3 * noise).to(tensor.dtype)
 
     shutil.copytree(directory, into, dirs_exist_ok=True)
