@@ -157,11 +157,16 @@ class System:
             "from examples.benchmarks.bench_router import load;"
             f"print(json.dumps(load({self.port}, {self.model!r}, {streams}, {output_len}, {times})))"
         )
-        before, written = self.cpu(), self.written()
+        before, written, sent = self.cpu(), self.written(), loopback_bytes()
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
         found |= {"cpu_seconds": self.cpu() - before, "bytes_written": self.written() - written}
-        return found
+        return found | {"loopback_bytes": loopback_bytes() - sent}
+
+
+def loopback_bytes() -> int:
+    """Bytes that any process has sent over loopback: messages of the mesh, and answers."""
+    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -300,6 +305,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         tokens = [1e6 * run["cpu_seconds"] / run["events"] for run in runs]
         rates = [run["events"] / run["seconds"] for run in runs]
         written = [run["bytes_written"] / run["events"] for run in runs]
+        sent = [run["loopback_bytes"] / run["events"] for run in runs]
         few = {
             count: 1e6 * run["cpu_seconds"] / run["events"]
             for count in args.few_streams
@@ -314,6 +320,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_us_per_token_all": tokens,
         "cpu_us_per_token_of_few": few,
         "bytes_written_per_token": statistics.median(written),
+        "loopback_bytes_per_token": statistics.median(sent),
         "requests_per_second": statistics.median(run["requests"] / run["seconds"] for run in short),
         "cpu_us_per_request": statistics.median(1e6 * run["cpu_seconds"] / run["requests"] for run in short),
         "ttft_p50_ms": alone["ttft_p50_ms"],
@@ -326,15 +333,16 @@ def table(results: list[dict[str, Any]]) -> str:
     beside = "".join(f" of {count} |" for count in few)
     lines = [
         f"| front end | tokens/s | CPU us per token |{beside} requests/s | CPU us per request "
-        "| TTFT p50 ms | p99 | bytes written per token |",
-        "|---|" + "--:|" * (7 + len(few)),
+        "| TTFT p50 ms | p99 | bytes written per token | bytes over loopback per token |",
+        "|---|" + "--:|" * (8 + len(few)),
     ]
     for one in results:
         beside = "".join(f" {one['cpu_us_per_token_of_few'][count]:.0f} |" for count in few)
         lines.append(
             f"| {one['system']} | {one['tokens_per_second']:.0f} | {one['cpu_us_per_token']:.1f} |{beside} "
             f"{one['requests_per_second']:.0f} | {one['cpu_us_per_request']:.0f} "
-            f"| {one['ttft_p50_ms']:.2f} | {one['ttft_p99_ms']:.2f} | {one['bytes_written_per_token']:.0f} |"
+            f"| {one['ttft_p50_ms']:.2f} | {one['ttft_p99_ms']:.2f} | {one['bytes_written_per_token']:.0f} "
+            f"| {one['loopback_bytes_per_token']:.0f} |"
         )
     return "\n".join(lines)
 
