@@ -6,21 +6,26 @@ answer, the first that was stored.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject, BatchState, RequestCounts
 from router.stored.backend import Session
-from router.stored.database import StoreDatabase
+from router.stored.database import StoreDatabase, StoreFull
 from router.stored.schema import ENDED
 
 MOST_UNENDED = 100
 """Batches of a tenant that have not ended; more are refused with 429."""
 NEVER = 2.0**53
 """Time of expiry of what runs."""
+WRITE_SECONDS = 0.02
+"""Time in which answers of lines are gathered for one transaction."""
 READ_AT_ONCE = 500
 """Lines that are read in one transaction."""
 ALIVE = ", ".join(f"'{each}'" for each in BatchState if not each.has_ended)
@@ -44,11 +49,24 @@ class OwnedBatch(msgspec.Struct, frozen=True):
     object: BatchObject
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """Answer of a line that is to be stored."""
+
+    id: str
+    """The line's batch."""
+    number: int
+    answer: LineAnswer
+    stored: asyncio.Future[None]
+
+
 class BatchStore:
     """Batches of all tenants. All methods may raise :class:`.StoreUnusable`."""
 
     def __init__(self, database: StoreDatabase) -> None:
         self._database = database
+        self._gathered: list[_Gathered] = []
+        self._writing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<BatchStore in {self._database!r}>"
@@ -140,15 +158,47 @@ class BatchStore:
             BatchTaken: the batch is another router's, or has ended.
         """
 
-        def write(session: Session) -> None:
-            self._owned(session, id)
-            self._database.check_room(session, len(answer.text))
+        stored = asyncio.get_running_loop().create_future()
+        self._gathered.append(_Gathered(id, number, answer, stored))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_gathered())
+        await stored
+
+    async def _write_gathered(self) -> None:
+        """Store what is gathered, in a transaction for all."""
+        while self._gathered:
+            await asyncio.sleep(WRITE_SECONDS)
+            gathered, self._gathered = self._gathered, []
+            problems: Sequence[Exception | None]
+            try:
+                problems = await self._database.run(partial(self._write_lines, gathered))
+            except Exception as error:  # noqa: BLE001 (is each line's to raise)
+                problems = [error] * len(gathered)
+            for each, problem in zip(gathered, problems, strict=True):
+                if each.stored.done():  # its line was cancelled
+                    continue
+                if problem is None:
+                    each.stored.set_result(None)
+                else:
+                    each.stored.set_exception(problem)
+
+    def _write_lines(self, gathered: Sequence[_Gathered], session: Session) -> list[Exception | None]:
+        """Store answers in a transaction; returns what is wrong with each."""
+        problems: list[Exception | None] = []
+        for each in gathered:
+            text = each.answer.text
+            try:
+                self._owned(session, each.id)
+                self._database.check_room(session, len(text))
+            except (BatchTaken, StoreFull) as problem:
+                problems.append(problem)
+                continue
             session.execute(
                 "INSERT INTO batch_lines VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (id, number, int(answer.is_error), answer.text, len(answer.text)),
+                (each.id, each.number, int(each.answer.is_error), text, len(text)),
             )
-
-        await self._database.run(write)
+            problems.append(None)
+        return problems
 
     async def answered(self, id: str) -> set[int]:
         """Numbers of the lines that have an answer."""

@@ -37,7 +37,7 @@ class LineRunner:
         All lines together have ``per_instance`` requests on the mesh for each instance.
         """
         self._handlers = handlers
-        self._counts = counts
+        self._counts = counts.without_times()
         self._events = events
         self._mesh = mesh
         self._window = LineWindow(mesh, per_instance)
@@ -79,11 +79,7 @@ class LineRunner:
             mesh,
             is_whole=True,
             is_limited=False,
-            counts=(own := CountedRequests()),
+            counts=self._counts,
         )
         request = inner_request(bytes(line.body), request_id_of(batch, number), 0, terms, path=line.url)
-        try:
-            response = await self._handlers[line.url](request)
-        finally:
-            self._counts.take(own)
-        return bytes(response.body)
+        return bytes((await self._handlers[line.url](request)).body)

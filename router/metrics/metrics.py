@@ -141,11 +141,8 @@ class Metrics(CountedRequests):
         """Continue the counters of a process that this one replaces."""
         for histogram in self._histograms:
             histogram.add(left.histograms.get(histogram.name, {}))
-        self.success = {
-            (engine, reason): count
-            for engine, reasons in left.success.items()
-            for reason, count in reasons.items()
-        }
+        for engine, reasons in left.success.items():
+            self.success.update({(engine, reason): count for reason, count in reasons.items()})
         for name, counts in self._label_counts.items():
             counts.go_on_from(getattr(left, name))
         self.http.add(left.http)

@@ -78,6 +78,13 @@ class RequestHistograms:
             if not own.name.endswith("_seconds"):
                 own.add(other.totals())
 
+    def without_times(self) -> RequestHistograms:
+        """Histograms of which those of lengths are the same, and those of times others."""
+        found = RequestHistograms()
+        same = {key: each for key, each in vars(self).items() if not each.name.endswith("_seconds")}
+        vars(found).update(same)
+        return found
+
 
 class CountedRequests:
     """Counts that a :class:`router.metrics.meter.Meter` writes: requests running, ended, and measured."""
@@ -96,3 +103,9 @@ class CountedRequests:
         for key, count in others.success.items():
             self.success[key] = self.success.get(key, 0) + count
         self.requests.add_lengths(others.requests)
+
+    def without_times(self) -> CountedRequests:
+        """Counts of requests that are counted here as well, but for their times."""
+        found = CountedRequests()
+        found.success, found.requests = self.success, self.requests.without_times()
+        return found

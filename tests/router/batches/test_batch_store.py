@@ -1,0 +1,67 @@
+"""Answers of lines that come together, in few transactions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.batches.batch_store import BatchStore, BatchTaken
+from router.batches.lines import LineAnswer
+from router.stored.database import StoreDatabase, StoreUnusable
+from tests.router.batches.test_endpoints import database_of
+from tests.router.batches.test_line_window import BATCH
+
+
+def test_answers_that_come_together_share_a_transaction_and_not_their_errors(tmp_path: Path) -> None:
+    database = database_of(tmp_path / "store")
+    store = BatchStore(database)
+
+    async def run() -> None:
+        await store.begin("tenant", BATCH)
+        transactions = _counted(database)
+        answers = [
+            store.answer(id, number, LineAnswer(number == 3, b"%d" % number))
+            for number in range(30)
+            for id in (BATCH.id, "batch_foreign")
+        ]
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        assert found[::2] == [None] * 30
+        assert {type(each) for each in found[1::2]} == {BatchTaken}
+        assert len(transactions) == 1
+        assert await store.answered(BATCH.id) == set(range(30))
+        assert [text async for text in store.answers(BATCH.id, errors=True)] == [b"3"]
+
+    asyncio.run(run())
+    database.close()
+
+
+def test_a_transaction_that_fails_fails_for_each_of_its_answers(tmp_path: Path) -> None:
+    database = database_of(tmp_path / "store")
+    store = BatchStore(database)
+
+    async def run() -> None:
+        await store.begin("tenant", BATCH)
+        await asyncio.to_thread(database.close)
+        answers = [store.answer(BATCH.id, number, LineAnswer(False, b"")) for number in range(3)]
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 5)
+        assert [type(each) for each in found] == [StoreUnusable] * 3
+        with pytest.raises(StoreUnusable):
+            await store.answer(BATCH.id, 3, LineAnswer(False, b""))
+
+    asyncio.run(run())
+
+
+def _counted(database: StoreDatabase) -> list[Any]:
+    """Transactions of a database from now on."""
+    begun: list[Any] = []
+    run = database.run
+
+    def counting(work: Any, **terms: Any) -> Any:
+        begun.append(work)
+        return run(work, **terms)
+
+    database.run = counting  # type: ignore[method-assign]
+    return begun
