@@ -9,11 +9,14 @@ class LinesShare:
     A request that comes waits for the step that runs. Steps of lines last about :data:`SECONDS` from any
     other request on, until they have taken :data:`LASTS` in all: by then nobody seems to come. Later ones
     last about :data:`SECONDS_ALONE`, or longer where that would waste much: what any step costs, however few
-    its tokens, is at most one part in :data:`PARTS` of it.
+    its tokens, is at most one part in :data:`PARTS` of it. That part is not known below twice :data:`FIRST`
+    tokens, so these later steps may have so many.
     """
 
     SECONDS, LASTS = 0.005, 10.0
     SECONDS_ALONE, PARTS = 0.025, 16
+    AGAIN, RISING = 256, 32
+    """Steps between two measured ones, and the part that a slower one counts."""
     LEAST, FIRST = 4, 16
     """Tokens at least, and at first: of a large model, fewer would hardly be faster."""
     SLOWER, FASTER = 4, 8
@@ -24,7 +27,9 @@ class LinesShare:
         self._most = most
         self._short = self._alone = min(self.FIRST, most)
         self._small: tuple[float, float] | None = None
-        """Tokens and seconds of a small step, as lately measured; None: of none yet."""
+        """Tokens and seconds of the fastest small step lately; None: of none yet."""
+        self._num_alone = 1
+        """Number of the next step alone; of :data:`AGAIN` one is small, to be measured."""
         self._left = 0.0
 
     def __repr__(self) -> str:
@@ -38,7 +43,9 @@ class LinesShare:
     @property
     def tokens(self) -> int:
         """Most tokens of the next step of lines alone."""
-        return self._short if self.are_short else self._alone
+        if self.are_short:
+            return self._short
+        return min(self.FIRST, self._alone) if self._num_alone % self.AGAIN == 0 else self._alone
 
     def others_run(self) -> None:
         """Note that another request runs."""
@@ -51,12 +58,13 @@ class LinesShare:
         took long, fewer tokens here would not help.
         """
         was_waited_for = largest > tokens
-        if not was_waited_for and tokens <= self.FIRST:
+        if not was_waited_for and tokens <= 2 * self.FIRST:
             self._measure(tokens, seconds)
         if self.are_short:
             self._left -= seconds
             self._short = self._changed(self._short, tokens, seconds, self.SECONDS, was_waited_for)
         else:
+            self._num_alone += 1
             most = max(self.SECONDS_ALONE, self.PARTS * self._fixed(tokens, seconds))
             self._alone = self._changed(self._alone, tokens, seconds, most, was_waited_for)
 
@@ -68,12 +76,17 @@ class LinesShare:
         return min(self._most, limit + -(-limit // self.FASTER)) if tokens >= limit else limit
 
     def _measure(self, tokens: int, seconds: float) -> None:
-        before = self._small or (tokens, seconds)
-        self._small = before[0] + (tokens - before[0]) / 8, before[1] + (seconds - before[1]) / 8
+        if self._small is None or seconds < self._small[1]:
+            self._small = tokens, seconds
+        elif tokens <= self._small[0]:  # a model's steps may have become slower
+            few, short = self._small
+            self._small = few, short + (seconds - short) / self.RISING
 
     def _fixed(self, tokens: int, seconds: float) -> float:
-        """Seconds of a step besides its tokens, by this one and a small one."""
-        if self._small is None or tokens <= 2 * self.FIRST:
-            return seconds  # not known yet: let them grow
+        """Seconds of a step besides its tokens; 0 where not known."""
+        if tokens <= 2 * self.FIRST:
+            return seconds  # let them grow
+        if self._small is None:
+            return 0.0
         few, short = self._small
         return max(0.0, short - few * (seconds - short) / (tokens - few))

@@ -75,10 +75,14 @@ class StepBudget:
             prompts = budget = self._lone_chunk.tokens(start)
         return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
 
+    @property
+    def _cuts_lines(self) -> bool:
+        """Whether prompts of batch lines may be cut anywhere."""
+        return self._rules.enable_chunked_prefill and not self._rules.images_are_whole
+
     def limit_lines(self, rows: StepRows) -> None:
         """Limit a step of batch lines alone, for other requests that may come meanwhile."""
-        is_cut = self._rules.enable_chunked_prefill and not self._rules.images_are_whole
-        if is_cut:
+        if self._cuts_lines:
             rows.budget = min(rows.budget, self.lines.tokens)
 
     def _start_of_lone_prompt(self) -> int | None:
@@ -111,7 +115,7 @@ class StepBudget:
         if not rules.enable_chunked_prefill:
             return count if count == uncomputed else 0
         most = rules.max_num_batched_tokens
-        if request.priority == BATCH_PRIORITY:
+        if request.priority == BATCH_PRIORITY and self._cuts_lines:
             most = min(most, self.lines.tokens)
         if uncomputed <= room + most // TAIL_DIVISOR:
             count = uncomputed

@@ -16,6 +16,9 @@ from router.mesh import Generation, TokenSink
 from router.metrics.meter import Meter
 from router.text.output_stream import OutputStream, TextPiece
 
+MOST_KEPT = 64
+"""Tokens whose text is read together."""
+
 
 class Outlet(Protocol):
     """Destination of a request's only sample: makes the sink once the sample has begun."""
@@ -153,6 +156,7 @@ class PieceSink:
         """See :class:`router.mesh.TokenSink`."""
         if self._sample.is_text_alone:
             self._gaps.tick(now)
-            self._sample.keep(token_id)
+            if self._sample.keep(token_id) == MOST_KEPT:
+                self._pieces.append(self._sample.take(Delta(0, [])))
             return True
         return self.take(Delta(0, [token_id]))

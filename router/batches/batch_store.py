@@ -26,6 +26,8 @@ NEVER = 2.0**53
 """Time of expiry of what runs."""
 WRITE_SECONDS = 0.02
 """Time in which answers of lines are gathered for one transaction."""
+MOST_GATHERED = 64
+"""Answers of lines in one transaction."""
 READ_AT_ONCE = 500
 """Lines that are read in one transaction."""
 ALIVE = ", ".join(f"'{each}'" for each in BatchState if not each.has_ended)
@@ -168,7 +170,11 @@ class BatchStore:
         """Store what is gathered, in a transaction for all."""
         while self._gathered:
             await asyncio.sleep(WRITE_SECONDS)
-            gathered, self._gathered = self._gathered, []
+            # A cancelled line's would come after the answers were read for the batch's files.
+            waiting = [each for each in self._gathered if not each.stored.done()]
+            gathered, self._gathered = waiting[:MOST_GATHERED], waiting[MOST_GATHERED:]
+            if not gathered:
+                continue
             problems: Sequence[Exception | None]
             try:
                 problems = await self._database.run(partial(self._write_lines, gathered))

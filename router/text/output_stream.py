@@ -167,10 +167,14 @@ class OutputStream:
         assert self.finish_reason is not None, "it has ended"
         return self._recorder.sample(self.finish_reason, self._stop_reason)
 
-    def keep(self, token_id: int) -> None:
-        """Count its next token, where text is all; :meth:`take` gives it with the next delta."""
+    def keep(self, token_id: int) -> int:
+        """Count its next token, where text is all; :meth:`take` gives it with the next delta.
+
+        Returns how many are kept.
+        """
         self.num_tokens += 1
         self._kept.append(token_id)
+        return len(self._kept)
 
     def read(self, token_ids: list[int]) -> str:
         """Text of its next tokens, where text is all and more tokens follow."""

@@ -91,6 +91,20 @@ def test_steps_alone_are_as_long_as_their_fixed_part_asks(fixed: float) -> None:
     assert 0.7 * bound < longest < 1.3 * bound
 
 
+def test_a_cold_first_step_is_soon_forgotten() -> None:
+    share = LinesShare(1 << 16)
+    share.took(share.tokens, 0.1)
+    assert settled(share, 0.0005, 0.0001) < 1.3 * LinesShare.SECONDS_ALONE
+
+
+def test_steps_alone_are_bounded_where_no_small_one_was_measured() -> None:
+    share = LinesShare(1 << 16)
+    for _ in range(40):  # beside larger ones, which are fast
+        share.took(share.tokens, 0.001, largest=1 << 16)
+    assert share.tokens > 256
+    assert settled(share, 0.0005, 0.001) < 1.3 * LinesShare.SECONDS_ALONE + 0.01
+
+
 def test_steps_alone_are_whole_where_tokens_cost_next_to_nothing() -> None:
     share = LinesShare(2048)
     assert settled(share, 0.04, 0.00005) > LinesShare.SECONDS_ALONE

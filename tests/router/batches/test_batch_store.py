@@ -38,6 +38,25 @@ def test_answers_that_come_together_share_a_transaction_and_not_their_errors(tmp
     database.close()
 
 
+def test_the_answer_of_a_cancelled_line_is_not_stored_afterwards(tmp_path: Path) -> None:
+    database = database_of(tmp_path / "store")
+    store = BatchStore(database)
+
+    async def run() -> None:
+        await store.begin("tenant", BATCH)
+        lines = [
+            asyncio.create_task(store.answer(BATCH.id, number, LineAnswer(False, b""))) for number in range(4)
+        ]
+        await asyncio.sleep(0)
+        lines[1].cancel()
+        lines[3].cancel()
+        await asyncio.wait(lines)
+        assert await store.answered(BATCH.id) == {0, 2}
+
+    asyncio.run(run())
+    database.close()
+
+
 def test_a_transaction_that_fails_fails_for_each_of_its_answers(tmp_path: Path) -> None:
     database = database_of(tmp_path / "store")
     store = BatchStore(database)

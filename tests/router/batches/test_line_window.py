@@ -152,13 +152,15 @@ def test_of_lines_that_end_together_few_are_answered_before_the_loop_looks_after
     async def run() -> None:
         nonlocal others, most
         tasks = [asyncio.create_task(answer()) for _ in range(100)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()  # it has the turn
         tasks[5].cancel()
-        while answered < 99:
+        while answered < 98:
             before = answered
             await asyncio.sleep(0)
             others += 1
             most = max(most, answered - before)
-        assert (await asyncio.gather(*tasks, return_exceptions=True)).count(None) == 99
+        assert (await asyncio.gather(*tasks, return_exceptions=True)).count(None) == 98
 
     asyncio.run(asyncio.wait_for(run(), 5))
     assert most <= 2
