@@ -19,6 +19,9 @@ Pages that were never touched cost nothing; touched pages are held until the thr
 IDLE = 10.0
 """Seconds without a task after which the thread ends; the next task starts another one."""
 
+_starting = threading.Lock()
+"""Held while a thread starts: the size of new stacks is the whole process's."""
+
 
 class DeepThread:
     """Runs tasks one after another in a thread with a deep stack.
@@ -31,7 +34,6 @@ class DeepThread:
         self._name = name
         self._on_idle = on_idle
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -46,7 +48,7 @@ class DeepThread:
         """Queue work; may be called from any thread."""
         future: Future[Result] = Future()
         self._tasks.put((future, work))
-        with self._starting:
+        with _starting:
             if self._thread is None:
                 before = threading.stack_size(STACK_BYTES)
                 try:
@@ -75,7 +77,7 @@ class DeepThread:
 
     def _ends(self) -> bool:
         """Whether the thread ends now, since no task has come meanwhile."""
-        with self._starting:
+        with _starting:
             if self._tasks.empty():
                 self._thread = None
         return self._thread is None

@@ -180,7 +180,7 @@ class RequestQueues:
         self.boundaries.vacate(request, is_wrong=is_wrong)
         self.expected_blocks.settle(request)
         request.slot, request.blocks = None, []
-        request.num_computed = request.num_named = 0
+        request.num_computed = request.num_named = request.num_put_off = 0
 
     def finish(self, request: Request, reason: FinishReason, *, is_wrong: bool = False) -> None:
         """End a request, waiting or running, and forget it; ``is_wrong``: see :meth:`preempt`."""

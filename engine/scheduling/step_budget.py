@@ -180,9 +180,8 @@ class StepBudget:
     def took(self, step: Step, seconds: float, largest: int) -> None:
         """Take in how long a step with prompts took, for the lengths of prefill chunks.
 
-        ``largest``: tokens of the largest step beside it, in lockstep. Where that is larger, the time is that
-        of so many tokens: it was waited for.
+        ``largest``: tokens of the largest step beside it, in lockstep.
         """
-        self.prompt_share.took(max(step.num_tokens, largest), seconds)
+        self.prompt_share.took(step.num_tokens, seconds, largest)
         if len(step.slots) == 1 and not step.drafts and largest <= step.num_tokens:
             self._lone_chunk.took(step.starts[0], step.num_tokens, seconds)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 NICENESS = 7
 """Niceness of the thread that encodes: a sixth of a core beside busy steps.
 
-It cannot be taken back without rights that containers lack, so a second thread runs layers that are late.
+It cannot be taken back without rights that containers lack, and threads begin with that of the thread that
+starts them. So a second thread runs layers that are late, started before the first is nicer.
 """
 MOST_BYTES = 256 << 20
 """Bytes of rows that are kept; the image used least lately goes first."""
@@ -69,12 +71,13 @@ class EncodedImages:
         self._changing = threading.Lock()
         self._thread = DeepThread("images")
         self._in_thread = threading.local()
-        self._late_thread = DeepThread("late-images")
         self._share = EncodingShare()
         self._is_awaited = False
         """Whether a step waits for an image."""
         self.num_encoded = self.num_late = 0
         """Images that the tower was run for, and its layers at the priority of steps."""
+        self._late_thread = ThreadPoolExecutor(1, "late-images")
+        self._late_thread.submit(int).result()  # it starts here, at the priority of steps, and lives on
         self._take(tower)
 
     def __repr__(self) -> str:

@@ -16,8 +16,11 @@ class EncodingShare:
 
     Beside one instance that computes all the time, low priority gets twice as much.
     """
-    SPARE, MOST = 0.02, 10.0
-    """CPU seconds that are remembered at most: had beyond it, and owed."""
+    SPARE, MOST = 0.02, 1.0
+    """CPU seconds that are remembered at most: had beyond it, and owed.
+
+    So steps share their cores for no longer than that. A layer of over 16 s is not made up for wholly.
+    """
 
     def __init__(self) -> None:
         self._owed = 0.0

@@ -44,7 +44,7 @@ SETTLE_SECONDS = 3.0
 """Seconds that the gaps of the running answers are taken alone, before any image."""
 
 VLLM_FLAGS = """--skip-mm-profiling --limit-mm-per-prompt '{{"image":1,"video":0}}'"""
-"""Else it encodes 32 images before it serves, which takes minutes, and asks for torchvision."""
+"""Else it encodes 32 images before it serves, which takes minutes."""
 
 Rates = dict[str, dict[str, list[float]]]
 """By system and measure, one of each repeat."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 
 import pytest
 
@@ -47,6 +48,25 @@ def test_what_a_deep_recursion_took_is_given_back(monkeypatch: pytest.MonkeyPatc
     assert size - before > 16 << 20
     until(lambda: not ran.is_alive())
     until(lambda: private_memory() - before < 8 << 20)
+
+
+def test_threads_that_start_at_once_leave_others_their_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, set_size = threading.stack_size(), threading.stack_size
+
+    def set_slowly(size: int) -> int:
+        before = set_size(size)
+        time.sleep(0.1)
+        return before
+
+    monkeypatch.setattr(threading, "stack_size", set_slowly)
+    callers = [
+        threading.Thread(target=DeepThread(name).submit, args=(threading.current_thread,)) for name in "ab"
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert set_size(usual) == usual
 
 
 def descend(depth: int) -> int:

@@ -58,6 +58,23 @@ def test_steps_of_few_tokens_say_nothing() -> None:
     assert share.tokens == 128
 
 
+def test_own_slow_tokens_stay_slow_beside_a_larger_step_of_a_peer() -> None:
+    """Tokens at position 150,000, waited for by a peer with many cheap ones."""
+    share = PromptShare(256, 0.15)
+    for _ in range(3):
+        share.took(32, 0.15)
+    assert share.tokens == 32
+    for _ in range(100):
+        share.took(32, 0.15, largest=1024)
+    assert share.tokens == 32
+    for _ in range(10):
+        share.took(32, 0.03, largest=64)  # at most a millisecond each, whoever was waited for
+    assert share.tokens == 144
+    for _ in range(100):
+        share.took(32, 3.0, largest=1000)  # at least three
+    assert share.tokens == 48
+
+
 def test_a_number_that_somebody_chose_is_kept() -> None:
     share = PromptShare(512, None)
     share.took(512, 100.0)

@@ -162,6 +162,22 @@ def test_a_due_image_that_lacks_blocks_keeps_its_turn_and_what_is_computed(befor
     assert bench.outputs[number] == expected_output(seen.token_ids[: seen.num_prompt], seen.num_output)
 
 
+def test_the_text_before_a_due_image_that_is_preempted_goes_behind_decode_rows() -> None:
+    bench = bench_of()
+    decodes = [bench.add(tokens(number, 2), max_tokens=40) for number in range(SEQS - 1)]
+    for _ in range(4):
+        bench.step()
+    seen = bench.requests[add_seen(bench, 40, before=24, size=12)]
+    while seen.num_put_off < MOST_PUT_OFF:
+        bench.step()
+    bench.scheduler.queues.preempt(seen)
+    had = [len(bench.outputs[each]) for each in decodes]
+    bench.step()
+    assert [len(bench.outputs[each]) for each in decodes] == [count + 1 for count in had]
+    assert not bench.scheduler.budget.goes_first(seen)
+    bench.finish()
+
+
 def test_a_due_image_that_lacks_a_number_for_its_adapter_keeps_its_turn() -> None:
     bench = bench_of(max_loras=1)
     holder = bench.add(tokens(30, 2), max_tokens=40, adapter="one")
