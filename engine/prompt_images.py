@@ -172,7 +172,7 @@ def image_token(config: Mapping[str, Any]) -> int | None:
 
     ``config``: of config.json.
     """
-    if config.get("model_type") not in FAMILIES:
+    if config.get("model_type") not in FAMILIES or config.get("vision_config", {}) is None:
         return None
     found = next((config[name] for name in TOKEN if config.get(name) is not None), None)
     return found if isinstance(found, int) and found >= 0 else None

@@ -68,6 +68,7 @@ ATTRIBUTES = {
         "_from_config",
         "_keys_to_ignore_on_load_unexpected",
     ],
+    "transformers.ProcessorMixin": ["_get_arguments_from_pretrained", "get_attributes"],
     "transformers.integrations.moe": ["_apply_gate"],
     "transformers.utils.import_utils": [
         "create_import_structure_from_path",

@@ -97,6 +97,18 @@ class TooLarge(ValueError):
     """Error: a message exceeds the size at which its receiver hangs up."""
 
 
+def _bounded(message: Any) -> bytes:
+    """A message as its receiver takes it.
+
+    Raises:
+        TooLarge: it has more than ``MAX_MESSAGE_BYTES``.
+    """
+    frame = encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise TooLarge(f"{len(frame)} bytes in one message")
+    return frame
+
+
 class PortInUse(OSError):
     """An address that cannot be bound; the message says which and what to do."""
 
@@ -295,10 +307,7 @@ class Listener(_Bound[In], Generic[In, Out]):
         Raises:
             TooLarge: it has more than ``MAX_MESSAGE_BYTES``.
         """
-        frame = encode(message)
-        if len(frame) > MAX_MESSAGE_BYTES:
-            raise TooLarge(f"{len(frame)} bytes in one message")
-        return self._send_frame(peer, frame)
+        return self._send_frame(peer, _bounded(message))
 
 
 class Sender(Generic[Out]):
@@ -569,9 +578,13 @@ class AsyncConnection(Generic[In, Out]):
         self._arrivals.check()
 
     def send(self, message: Out) -> bool:
-        """Queue a message; False if there is no connection now, or its queue is full."""
+        """Queue a message; False if there is no connection now, or its queue is full.
+
+        Raises:
+            TooLarge: it has more than ``MAX_MESSAGE_BYTES``.
+        """
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(_bounded(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
         finally:

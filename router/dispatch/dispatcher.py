@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 
+from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, TooLarge
 from engine.messages import Abort
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.instance_connection import InstanceConnection
@@ -167,7 +168,12 @@ class RequestDispatcher(abc.ABC):
         chosen: PooledInstance | None = instance
         while chosen is not None:
             number = self._chooser.dispatch(entry, chosen, time.monotonic())
-            if self._connections[chosen.name].send(entry.submit(number, copy)):
+            try:
+                if self._connections[chosen.name].send(entry.submit(number, copy)):
+                    return
+            except TooLarge as error:  # for every instance
+                why = f"The request is too large for an instance: {error}, {MAX_MESSAGE_BYTES} at most."
+                self.give_up(entry, MeshError(400, "BadRequestError", why))
                 return
             copy = 0
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.

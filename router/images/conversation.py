@@ -17,7 +17,7 @@ from router.http.large_bodies import elsewhere
 from router.images.fetching import MediaFetcher
 from router.images.messages import Prepared
 from router.images.parts import SentImage, has_images, take_images
-from router.images.placing import for_request, images_in, with_images
+from router.images.placing import check_size, for_request, images_in, with_images
 from router.images.preparation import ImagePreparation
 from router.media_rules import Refusal
 
@@ -43,7 +43,9 @@ class ModelImages:
         """
         taken, sent = take_images(messages, self.most)
         with elsewhere():
-            return taken, for_request([self.preparation.prepare(each) for each in self._fetched(sent)])
+            prepared = for_request([self.preparation.prepare(each) for each in self._fetched(sent)])
+        check_size(prepared)
+        return taken, prepared
 
     def _fetched(self, sent: Sequence[SentImage]) -> list[SentImage]:
         """The same images with those at URLs fetched."""

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.prompt_images import PromptImage
 from router.errors import refuse
 from router.images.messages import Prepared
+
+MOST_BYTES = MAX_MESSAGE_BYTES - (4 << 20)
+"""Bytes of a request's images as the model gets them.
+
+The rest of its message is for text.
+"""
 
 
 def for_request(prepared: Sequence[Prepared]) -> list[Prepared]:
     """The images of one request: some models prepare several otherwise than one."""
     return [each.beside_others or each for each in prepared] if len(prepared) > 1 else [*prepared]
+
+
+def check_size(prepared: Sequence[Prepared]) -> None:
+    """Check that one message holds a request's images.
+
+    Raises:
+        ApiError: none does (400).
+    """
+    found = sum(len(tensor.data) for each in prepared for tensor in each.tensors)
+    if found > MOST_BYTES:
+        refuse(
+            f"The request's {len(prepared)} images have {found} bytes as the model gets them, and at most "
+            f"{MOST_BYTES} are taken: send fewer or smaller ones.",
+            "messages",
+        )
 
 
 def with_images(text: str, mark: str, prepared: Sequence[Prepared]) -> str:

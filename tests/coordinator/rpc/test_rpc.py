@@ -18,7 +18,7 @@ from coordinator.messages import FromCoordinator, ToCoordinator, Watch
 from coordinator.rpc import rpc
 from coordinator.rpc.arrivals import MOST_AT_ONCE
 from coordinator.rpc.codec import PROTOCOL, OtherProtocol, encode
-from coordinator.rpc.rpc import AsyncConnection, AsyncListener, Listener, PortInUse
+from coordinator.rpc.rpc import AsyncConnection, AsyncListener, Listener, PortInUse, TooLarge
 from coordinator.rpc.unfinished import INTERVAL
 from engine.messages import Attach, ToInstance
 from tests.waiting import until_async
@@ -100,6 +100,32 @@ def test_asyncio_ends_talk() -> None:
         assert isinstance(other, OtherProtocol)
         assert listener.bad_messages == 1
         raw.close(linger=0)
+        connection.close(linger_ms=0)
+        listener.close()
+        context.term()
+
+    asyncio.run(talk())
+
+
+def test_a_connection_sends_nothing_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listener would hang up, and what is under way on it would be lost."""
+
+    async def talk() -> None:
+        context = zmq.asyncio.Context()
+        listener: AsyncListener[Any, Any] = AsyncListener(
+            context, "tcp://127.0.0.1:0", ToCoordinator, name="test", max_bytes=450
+        )
+        connection: AsyncConnection[Any, Any] = AsyncConnection(
+            context, listener.endpoint, FromCoordinator, name="test"
+        )
+        while not connection.send(Watch("first")):  # noqa: ASYNC110 (nothing is queued unconnected)
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", 450)
+        with pytest.raises(TooLarge, match="bytes in one message"):
+            connection.send(Watch("x" * 450))
+        assert connection.send(Watch("second"))
+        heard = [(await asyncio.wait_for(listener.receive(), 5))[1] for _ in range(2)]
+        assert heard == [Watch("first"), Watch("second")]
         connection.close(linger_ms=0)
         listener.close()
         context.term()

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.pieces.pool import NAME_BYTES, hash_block, prefix_names
-from engine.prompt_images import ImageTensor, PromptImage, names_between, names_of, problem_with
+from engine.prompt_images import (
+    ImageTensor,
+    PromptImage,
+    image_token,
+    names_between,
+    names_of,
+    problem_with,
+)
 
 SIZE = 4
 PLACEHOLDER = 9
@@ -74,3 +81,10 @@ def test_what_is_wrong_with_images_is_named(images: tuple[PromptImage, ...], pro
     found = problem_with(images, [1, PLACEHOLDER, PLACEHOLDER, 2], PLACEHOLDER)
     assert (found is None) == (problem is None), found
     assert problem is None or problem in (found or "")
+
+
+def test_a_checkpoint_without_an_encoder_takes_no_images() -> None:
+    """As Gemma 4's do whose text alone is stored."""
+    config = {"model_type": "gemma4", "image_token_id": 7, "vision_config": {}}
+    assert image_token(config) == 7
+    assert image_token(config | {"vision_config": None}) is None

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine.messages import Delta
+from coordinator.rpc.rpc import TooLarge
+from engine.messages import Delta, Submit, ToInstance
 from engine.sampling import SamplingParams
 from router.dispatch.ledger import MAX_FRUITLESS
 from router.dispatch.mover import RequestMover
 from router.dispatch.stream import Stream
 from router.mesh import MeshError, Prompt
-from tests.router.dispatch.shadow.test_shadowing import Mesh, running
+from tests.router.dispatch.shadow.test_shadowing import Link, Mesh, running
 
 LONG = list(range(40))
 """A prompt of two full blocks, and some tokens."""
@@ -105,6 +106,27 @@ def test_a_background_request_goes_nowhere_else() -> None:
         lose(mesh, "i0")
         assert not mesh.has("i1")
         await ends_with_503(stream)
+
+    run(work, 2)
+
+
+def test_a_request_that_no_message_holds_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each instance would hang up on it, and on all others with it."""
+
+    def send(_: Link, message: ToInstance) -> bool:
+        assert isinstance(message, Submit)
+        raise TooLarge("9 bytes in one message")
+
+    async def work(mesh: Mesh) -> None:
+        with monkeypatch.context() as changed:
+            changed.setattr(Link, "send", send)
+            stream = mesh.client.generate(Prompt("r", LONG, SamplingParams(), seed=1))
+        with pytest.raises(MeshError, match="too large for an instance: 9 bytes in one message") as caught:
+            await asyncio.wait_for(anext(aiter(stream)), 5)
+        assert caught.value.status == 400
+        assert mesh.client.num_in_flight == 0
+        assert all(instance.attached for instance in mesh.client._pool)
+        await mesh.send()
 
     run(work, 2)
 

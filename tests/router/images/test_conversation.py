@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
+from engine.prompt_images import ImageTensor
+from router.errors import ApiError
 from router.http.large_bodies import BoundedThreads
+from router.images import placing
 from router.images.conversation import ModelImages, taken_by
 from router.images.fetching import MediaFetcher
 from router.images.messages import Prepared
@@ -71,3 +75,19 @@ def test_slow_images_keep_no_place_of_requests_without_any() -> None:
         assert (await slow).text == "slow"
 
     asyncio.run(run())
+
+
+def test_images_that_no_message_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is sent to an instance, which would hang up."""
+    assert placing.MOST_BYTES < MAX_MESSAGE_BYTES
+    monkeypatch.setattr(placing, "MOST_BYTES", 7)
+    pixels = ImageTensor("pixel_values", "uint8", (4,), b"1234")
+    preparation = SlowPreparation()
+    monkeypatch.setattr(preparation, "_ask", lambda image: Prepared("", (pixels,), image.data))
+    images = ModelImages(preparation, 1, 16, MediaFetcher(MediaRules.of((), None), 1), 1)
+    assert len(images.take(messages("one"))[1]) == 1
+    with pytest.raises(
+        ApiError, match="2 images have 8 bytes as the model gets them, and at most 7"
+    ) as caught:
+        images.take(messages("one") + messages("two"))
+    assert caught.value.status == 400
