@@ -79,9 +79,11 @@ class EmbeddingEndpoints:
         """OpenAI's ``/v1/embeddings``."""
         body = await self._runner.body(request)
         asked = await run_sized(lambda: _read_embedding(body), len(body))
+        check_base64(asked)
         model = await self._runner.model(asked.model, PoolingTask.EMBED)
+        texts = texts_of(asked.input, "input")
         embedded = await self.embed(
-            request, model, texts_of(asked.input, "input"), cutting_of(asked), "input",
+            request, model, texts, cutting_of(asked, texts), "input",
             prompt=prompt_named(asked.prompt_name, model), dimensions=asked.dimensions,
             normalize=activation_of(asked, asked.normalize, "normalize"),
         )  # fmt: skip
@@ -101,12 +103,14 @@ class EmbeddingEndpoints:
         """vLLM's ``/pooling``: the numbers of any task."""
         body = await self._runner.body(request)
         asked = await run_sized(lambda: _read_pooling(body), len(body))
+        check_base64(asked)
         tasks = [PoolingTask(asked.task)] if asked.task else list(PoolingTask)
         model = await self._runner.model(asked.model, *tasks)
         assert model.served.pooling is not None
         task = PoolingTask(asked.task) if asked.task else model.served.pooling.tasks[0]
         params = params_of(asked, task, model.served.pooling)
-        inputs = await tokenised(model, texts_of(asked.input, "input"), cutting_of(asked), "input")
+        texts = texts_of(asked.input, "input")
+        inputs = await tokenised(model, texts, cutting_of(asked, texts), "input")
         found = await self._runner.run(request, inputs, params, asked.model)
         embedded = Embedded(model, inputs, found)
 
@@ -132,12 +136,14 @@ class EmbeddingEndpoints:
         prompts = (
             model.served.pooling.prompts[name] for name in names if name in model.served.pooling.prompts
         )
-        limit = None if asked.truncate == "NONE" else TO_FIT
-        if asked.max_tokens is not None:
-            limit = min(asked.max_tokens, model.served.max_model_len)
+        if asked.truncate == "NONE":
+            cutting = Cutting(max_tokens=asked.max_tokens)
+        else:
+            longest = model.served.max_model_len
+            cutting = Cutting(min(asked.max_tokens or longest, longest), asked.truncate == "START")
         embedded = await self.embed(
-            request, model, texts_of(asked.texts or [], "texts"), Cutting(limit, asked.truncate == "START"),
-            "texts", prompt=next(prompts, ""), dimensions=asked.output_dimension, named="output_dimension",
+            request, model, texts_of(asked.texts or [], "texts"), cutting, "texts",
+            prompt=next(prompts, ""), dimensions=asked.output_dimension, named="output_dimension",
         )  # fmt: skip
         kinds = asked.embedding_types or ["float"]
         answer = wire.CohereEmbedded(
@@ -219,13 +225,28 @@ async def tokenised(
     return await run_sized(lambda: inputs_of(texts, model, cutting, param, prompt=prompt), size)
 
 
-def cutting_of(asked: wire.PooledRequest) -> Cutting:
+def check_base64(asked: wire.InputsRequest) -> None:
+    """Refuse base64 of numbers in another form than the one that is answered.
+
+    Raises:
+        ApiError: of another type, or in another order of bytes (400).
+    """
+    if asked.encoding_format != "base64":
+        return
+    if asked.embed_dtype not in (None, "float32"):
+        refuse("embed_dtype must be float32, as no other is supported.", "embed_dtype")
+    if asked.endianness == "big":
+        refuse("endianness must be little, as big is not supported.", "endianness")
+
+
+def cutting_of(asked: wire.PooledRequest, texts: Sequence[Text] = ()) -> Cutting:
     """What vLLM's fields ask for.
 
     Raises:
         ApiError: texts shall have no special tokens (400).
     """
-    if asked.add_special_tokens is False:
+    is_bare = isinstance(asked, wire.InputsRequest) and asked.add_special_tokens is False
+    if is_bare and any(isinstance(each, str) for each in texts):
         refuse("add_special_tokens false is not supported: send token ids.", "add_special_tokens")
     return Cutting(asked.truncate_prompt_tokens, asked.truncation_side == "left")
 

@@ -46,6 +46,8 @@ class Cutting(msgspec.Struct, frozen=True):
     """Most tokens, special ones included; :data:`TO_FIT`; None: it is refused if the model takes less."""
     from_end: bool = False
     """Whether the end is kept."""
+    max_tokens: int | None = None
+    """Tokens above which an input is refused, under this name."""
 
     def most(self, model: TextModel) -> int | None:
         """Tokens to which inputs are cut; None if they stay whole.
@@ -105,6 +107,8 @@ def inputs_of(
         else:
             check_vocabulary(text, model.served, where)
             ids = text if most is None else (text[-most:] if cutting.from_end else text[:most])
+        if cutting.max_tokens is not None and len(ids) > cutting.max_tokens:
+            refuse(f"{where} has {len(ids)} tokens, max_tokens is {cutting.max_tokens}.", "max_tokens")
         found.append(_checked(PooledTokens(ids), model, where))
     return found
 

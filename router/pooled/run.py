@@ -29,11 +29,13 @@ from router.pooled.batch import MOST_INPUTS, MOST_OF_LINE, PooledBatch
 from router.pooled.cache import AnswerNames, PoolingCache
 from router.pooled.inputs import PooledTokens
 from router.pooled.tei_errors import expect_by_body
-from router.pooled.wire import EmbeddingRequest, PooledRequest, PoolingRequest
+from router.pooled.wire import InputsRequest, PooledRequest
 from router.text.text_model import TextModel
 from router.text.text_models import TextModels
 
 NO_SAMPLING = SamplingParams(max_tokens=1)
+ACTIVATIONS = ("use_activation", "activation", "softmax")
+"""vLLM's names of one field, the newest first."""
 
 
 class PooledRunner:
@@ -226,9 +228,7 @@ def check_dimensions(dimensions: int | None, pooling: PooledModel, param: str = 
     return dimensions
 
 
-def params_of(
-    asked: EmbeddingRequest | PoolingRequest, task: PoolingTask, pooling: PooledModel
-) -> PoolingParams:
+def params_of(asked: InputsRequest, task: PoolingTask, pooling: PooledModel) -> PoolingParams:
     """Parameters of a request for embeddings, or for classes or scores.
 
     Raises:
@@ -253,11 +253,11 @@ def activation_of(asked: PooledRequest, other: bool | None = None, name: str = "
     Raises:
         ApiError: fields contradict each other (400).
     """
-    given = {"use_activation": asked.use_activation, "activation": asked.activation, "softmax": asked.softmax}
+    given = {each: getattr(asked, each) for each in ACTIVATIONS}
     values = {each for each in (*given.values(), other) if each is not None}
     if len(values) > 1:
         names = [each for each, value in (given | {name: other}).items() if value is not None]
-        refuse(f"{', '.join(names)} mean the same, and contradict each other.", names[-1])
+        refuse(f"{' and '.join(names)} contradict each other.", names[-1])
     return next(iter(values), None)
 
 

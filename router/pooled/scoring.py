@@ -19,7 +19,7 @@ from router.http.large_bodies import run_sized
 from router.pooled import wire
 from router.pooled.embedding import EmbeddingEndpoints, cutting_of, pooled_list, tei_cutting, tokenised
 from router.pooled.inputs import MOST_INPUTS, Cutting, pairs_of, prompt_named, texts_of
-from router.pooled.run import PooledRunner, activation_of, floats, params_of
+from router.pooled.run import ACTIVATIONS, PooledRunner, activation_of, floats, params_of
 from router.text.text_model import TextModel
 
 _read_score = decoder(wire.ScoreRequest)
@@ -27,6 +27,11 @@ _read_rerank = decoder(wire.RerankRequest)
 _read_classify = decoder(wire.PoolingRequest)
 _read_tei = decoder(wire.TeiRequest)
 _read_similarity = decoder(wire.SimilarityRequest)
+
+FIRSTS = ("text_1", "queries", "data_1")
+"""vLLM's names of the first texts of pairs."""
+SECONDS = ("text_2", "documents", "items", "data_2")
+"""vLLM's names of the second texts of pairs."""
 
 
 class ScoringEndpoints:
@@ -43,17 +48,16 @@ class ScoringEndpoints:
         """vLLM's ``/score``."""
         body = await self._runner.body(request)
         asked = await run_sized(lambda: _read_score(body), len(body))
-        firsts = _texts(asked.text_1 if asked.queries is None else asked.queries, "text_1")
-        others = asked.items if asked.documents is None else asked.documents
-        seconds = _texts(asked.text_2 if others is None else others, "text_2")
+        first, second = _given(asked, FIRSTS), _given(asked, SECONDS)
+        firsts, seconds = _texts(getattr(asked, first), first), _texts(getattr(asked, second), second)
         if len(firsts) == 1:
             firsts = firsts * len(seconds)
         if len(firsts) != len(seconds):
-            refuse(f"text_1 has {len(firsts)} texts, text_2 {len(seconds)}: give one, or as many.", "text_1")
+            refuse(f"{first} has {len(firsts)} texts, {second} {len(seconds)}: give one, or as many.", first)
         model = await self._runner.model(asked.model, PoolingTask.SCORE, PoolingTask.EMBED)
         pairs = list(zip(firsts, seconds, strict=True))
         scores, usage = await self._scores(
-            request, model, asked, pairs, cutting_of(asked), "text_2", activation=activation_of(asked)
+            request, model, asked, pairs, cutting_of(asked), second, activation=activation_of(asked)
         )
         items = [wire.PooledItem(index=i, object="score", score=each) for i, each in enumerate(scores)]
         return json_response(encode(pooled_list(request, "score-", asked.model or model.name, items, usage)))
@@ -118,11 +122,12 @@ class ScoringEndpoints:
         body = await self._runner.body(request)
         asked = await run_sized(lambda: _read_classify(body), len(body))
         model = await self._runner.model(asked.model, PoolingTask.CLASSIFY)
-        inputs = await tokenised(model, texts_of(asked.input, "input"), cutting_of(asked), "input")
-        if asked.task not in (None, PoolingTask.CLASSIFY) or asked.encoding_format == "base64":
-            refuse("Classes have the task classify, and numbers as they are.", "task")
+        if asked.task not in (None, PoolingTask.CLASSIFY):
+            refuse("Classes have the task classify.", "task")
         assert model.served.pooling is not None
         params = params_of(asked, PoolingTask.CLASSIFY, model.served.pooling)
+        texts = texts_of(asked.input, "input")
+        inputs = await tokenised(model, texts, cutting_of(asked, texts), "input")
         found = [floats(each) for each in await self._runner.run(request, inputs, params, asked.model)]
         items = [
             wire.PooledItem(
@@ -199,7 +204,8 @@ class ScoringEndpoints:
         if instruction and (is_cosine or not pooling.answer_tokens):
             refuse("This model takes no instruction: put it into the query, or leave it out.", "instruction")
         if is_cosine and activation:
-            refuse("This model's scores are cosines, which have no activation.", "use_activation")
+            name = next(each for each in ACTIVATIONS if getattr(asked, each))
+            refuse("This model's scores are cosines, which have no activation.", name)
         size = sum(len(first) + len(second) for first, second in pairs)
         if asked.max_tokens_per_query or asked.max_tokens_per_doc:
             pairs = await run_sized(lambda: _cut_pairs(pairs, asked, model), size)
@@ -239,6 +245,14 @@ class ScoringEndpoints:
         return await run_sized(cosines, size), embedded.usage
 
 
+def _given(asked: wire.ScoreRequest, names: Sequence[str]) -> str:
+    """The name of a field that a request has; the first one if none."""
+    found = [each for each in names if getattr(asked, each) is not None]
+    if len(found) > 1:
+        refuse(f"{' and '.join(found)} mean the same: give one.", found[-1])
+    return found[0] if found else names[0]
+
+
 def _texts(given: Any, param: str) -> list[str]:
     """Texts of a field that takes no token ids."""
     found = texts_of(given or [], param)
@@ -254,19 +268,22 @@ def _cut_pairs(
     """Pairs whose queries and documents have as many tokens as a request allows."""
     limits = (asked.max_tokens_per_query, asked.max_tokens_per_doc)
     firsts, seconds = (
-        _cut(texts, most, model) if most else texts
-        for texts, most in zip(zip(*pairs, strict=True), limits, strict=True)
+        {text: shortened(text, most, model) if most else text for text in texts}
+        for texts, most in zip(map(dict.fromkeys, zip(*pairs, strict=True)), limits, strict=True)
     )
-    return list(zip(firsts, seconds, strict=True))
+    return [(firsts[first], seconds[second]) for first, second in pairs]
 
 
-def _cut(texts: Sequence[str], most: int, model: TextModel) -> list[str]:
-    """Texts of at most so many tokens each."""
-    encoded = model.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-    return [
-        text if len(found.ids) <= most else text[: found.offsets[most - 1][1]]
-        for text, found in zip(texts, encoded, strict=True)
-    ]
+def shortened(text: str, most: int, model: TextModel) -> str:
+    """The beginning of a text, of at most so many tokens.
+
+    A character of several tokens is kept whole or left out. What is cut may have more tokens than before.
+    """
+    while True:
+        (found,) = model.tokenizer.backend.encode_batch([text], add_special_tokens=False)
+        if len(found.ids) <= most:
+            return text
+        text = text[: min(found.offsets[most - 1][1], found.offsets[most][0], len(text) - 1)]
 
 
 def _predicted(index: int, given: Any) -> list[str]:

@@ -31,32 +31,35 @@ class PooledRequest(msgspec.Struct, kw_only=True):
     activation: bool | None = None
     """Older name of ``use_activation``, as the next."""
     softmax: bool | None = None
-    add_special_tokens: bool | None = None
-    """False is refused, as are other values than those of the next fields."""
     padding: Literal["do_not_pad"] | None = None
-    embed_dtype: Literal["float32"] | None = None
-    endianness: Literal["native", "little"] | None = None
+    """Other values are refused."""
 
 
-class EmbeddingRequest(PooledRequest, kw_only=True):
-    """Body of ``/v1/embeddings``."""
+class InputsRequest(PooledRequest, kw_only=True):
+    """What bodies with ``input`` may have."""
 
     input: Any
     """A text, token ids, or a list of either."""
+    add_special_tokens: bool | None = None
+    """False is refused for texts."""
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
+    """Type of numbers; all but float32 is refused in base64, as is ``big``."""
+    endianness: Literal["native", "little", "big"] | None = None
     dimensions: Dimensions | None = None
+    normalize: bool | None = None
+
+
+class EmbeddingRequest(InputsRequest, kw_only=True):
+    """Body of ``/v1/embeddings``."""
+
     prompt_name: str | None = None
-    normalize: bool | None = None
 
 
-class PoolingRequest(PooledRequest, kw_only=True):
-    """Body of ``/pooling`` and ``/classify``."""
+class PoolingRequest(InputsRequest, kw_only=True):
+    """Body of ``/pooling`` and ``/classify``; the latter has no ``encoding_format``."""
 
-    input: Any
     task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Dimensions | None = None
-    normalize: bool | None = None
 
 
 class ScoringRequest(PooledRequest, kw_only=True):
@@ -76,9 +79,11 @@ class ScoreRequest(ScoringRequest, kw_only=True):
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
-    """The newer name of ``text_1``, and the next two of ``text_2``."""
+    """Another name of ``text_1``, and the next two of ``text_2``."""
     documents: str | list[str] | None = None
     items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
 
 
 class Document(msgspec.Struct):
@@ -110,7 +115,7 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MOST)] | None = None
-    """Tokens to which texts are cut."""
+    """Tokens to which texts are cut; where ``truncate`` is NONE longer ones are refused."""
     images: Any = None
     """Not supported, as the next."""
     inputs: Any = None

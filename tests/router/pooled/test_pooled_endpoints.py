@@ -20,6 +20,9 @@ from engine.messages import Delta, FinishReason
 from engine.pooling_params import Pooled
 from router.config import HttpConfig
 from router.mesh import MeshError, Prompt, ServedModel
+from router.pooled import scoring
+from router.pooled.scoring import shortened
+from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
 from tests.router.conftest import JSON, Server, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
@@ -161,6 +164,8 @@ def test_what_is_too_long_is_cut_where_that_is_asked_for(
     assert len(embedder.mesh.prompts[-1].prompt_ids) == 9
     good(embedder.post("/v2/embed", {"texts": [long], "max_tokens": 9999}))
     assert len(embedder.mesh.prompts[-1].prompt_ids) == 256
+    good(embedder.post("/v2/embed", {"texts": [long], "max_tokens": 9, "truncate": "START"}))
+    assert embedder.mesh.prompts[-1].prompt_ids[1:] == whole[-8:]
     for path, body in {
         "/embed": {"inputs": long, "truncate": True},
         "/v2/embed": {"texts": [long], "truncate": "END"},
@@ -169,6 +174,37 @@ def test_what_is_too_long_is_cut_where_that_is_asked_for(
         good(embedder.post(path, body))
         assert len(embedder.mesh.prompts[-1].prompt_ids) == 256
     assert embedder.post("/api/embed", {"input": long, "truncate": False}).status_code == 400
+
+
+def test_with_coheres_none_nothing_is_cut(embedder: Server) -> None:
+    """``max_tokens`` is a bound there; without it, the model's length is."""
+    body = {"texts": ["a", " a b c d e f g h"], "truncate": "NONE"}
+    good(embedder.post("/v2/embed", body | {"max_tokens": 256}))
+    longest = max(len(each.prompt_ids) for each in embedder.mesh.prompts)
+    good(embedder.post("/v2/embed", body | {"max_tokens": longest}))
+    answer = embedder.post("/v2/embed", body | {"max_tokens": longest - 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+    assert f"texts[1] has {longest} tokens" in answer.text
+    assert embedder.post("/v2/embed", {"texts": ["a " * 300], "truncate": "NONE"}).status_code == 400
+
+
+def test_fields_without_effect_are_not_refused(
+    embedder: Server, reranker: Server, classifier: Server
+) -> None:
+    bare = {"add_special_tokens": False}
+    other = {"embed_dtype": "float16", "endianness": "big"}
+    for server, path, body in (
+        (embedder, "/v1/embeddings", {"input": [[65, 66]], **bare}),
+        (embedder, "/pooling", {"input": [65, 66], **bare}),
+        (classifier, "/classify", {"input": [65, 66], **bare}),
+        (reranker, "/score", {"text_1": "a", "text_2": "b", **bare}),
+        (reranker, "/rerank", {"query": "a", "documents": ["b"], **bare}),
+        (embedder, "/v1/embeddings", {"input": "a", **other}),
+        (embedder, "/pooling", {"input": "a", "encoding_format": "float", **other}),
+        (classifier, "/classify", {"input": "a", "encoding_format": "base64", **other}),
+        (embedder, "/v1/embeddings", {"input": "a", "encoding_format": "base64", "embed_dtype": "float32"}),
+    ):
+        good(server.post(path, body))
 
 
 def test_embeddings_in_other_words(embedder: Server) -> None:
@@ -249,8 +285,14 @@ def test_scores_of_pairs(reranker: Server, tokenizer: Tokenizer) -> None:
     assert answer["data"][0]["score"] < answer["data"][1]["score"]
     text = tokenizer.decode(reranker.mesh.prompts[-1].prompt_ids)
     assert text.index("Hello") < text.index("a b c")
-    paired = good(reranker.post("/score", {"text_1": ["a", "b"], "text_2": ["c", "d"]}))
+    paired = good(reranker.post("/score", {"data_1": ["a", "b"], "data_2": ["c", "d"]}))
     assert len(paired["data"]) == 2
+    named = {"queries": "Hello", "text_1": "a", "documents": ["a"], "items": ["b"]}
+    for unnamed, param in (("queries", "items"), ("items", "queries")):
+        answer = reranker.post("/score", {key: value for key, value in named.items() if key != unnamed})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    long = reranker.post("/score", {"queries": "a", "items": ["a", " a b c d" * 100]})
+    assert "items[1]" in long.text
 
 
 def test_a_reranker_that_answers_with_a_token_gets_its_template(
@@ -304,7 +346,8 @@ def test_its_document_is_cut_at_either_end_and_all_else_stays(
         ("/rerank", {"instruction": "Find it"}, "instruction"),
         ("/rerank", {"instruction": "", "raw_scores": False}, ""),
         ("/rerank", {"instruction": None, "raw_scores": True}, ""),
-        ("/score", {"activation": True}, "use_activation"),
+        ("/score", {"activation": True}, "activation"),
+        ("/score", {"softmax": True}, "softmax"),
         ("/rerank", {"use_activation": True}, "use_activation"),
         ("/score", {"activation": False}, ""),
         ("/score", {"instruction": "Find it"}, "instruction"),
@@ -371,17 +414,18 @@ def test_fields_that_contradict_each_other_are_refused(
         assert answer.status_code == 400
         assert "contradict" in answer.text
     raw = {"query": "a", "texts": ["b"], "raw_scores": True, "use_activation": True}
-    assert reranker.post("/rerank", raw).status_code == 400
+    assert "use_activation and raw_scores contradict each other" in reranker.post("/rerank", raw).text
     both = {"input": "a", "normalize": True, "use_activation": False}
     assert embedder.post("/v1/embeddings", both).json()["error"]["param"] == "normalize"
 
 
 def test_classes_have_no_fields_of_embeddings(classifier: Server) -> None:
-    others = {"dimensions": 2, "normalize": False, "task": "embed", "encoding_format": "base64"}
     for path in ("/classify", "/pooling"):
-        for name, value in others.items():
-            if (path, name) != ("/pooling", "encoding_format"):
-                assert classifier.post(path, {"input": "a", name: value}).status_code == 400, (path, name)
+        for name, value in {"dimensions": 2, "normalize": False, "task": "embed"}.items():
+            answer = classifier.post(path, {"input": "a", name: value})
+            assert answer.status_code == 400, (path, name)
+            if (path, name) != ("/pooling", "task"):
+                assert answer.json()["error"]["param"] == name
 
 
 def test_queries_and_documents_are_cut_where_that_is_asked_for(
@@ -398,6 +442,27 @@ def test_queries_and_documents_are_cut_where_that_is_asked_for(
         assert len(reranker.mesh.prompts[-1].prompt_ids) == whole - (count - 2) - (count - 3), path
 
 
+def test_what_is_cut_fits_where_characters_have_several_tokens(
+    reranker: Server, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(tokenizer.encode("😀", add_special_tokens=False)) > 1
+
+    def asked(query: str, documents: list[str], **fields: int) -> list[int]:
+        good(reranker.post("/rerank", {"query": query, "documents": documents, **fields}))
+        return reranker.mesh.prompts[-1].prompt_ids
+
+    assert asked("a", ["a😀😀"], max_tokens_per_doc=2) == asked("a", ["a"])
+    cut: list[str] = []
+
+    def noted(text: str, most: int, model: TextModel) -> str:
+        cut.append(text)
+        return shortened(text, most, model)
+
+    monkeypatch.setattr(scoring, "shortened", noted)
+    asked("a b c d", ["a", "b", "c"], max_tokens_per_query=2)
+    assert cut == ["a b c d"], "a query is cut once"
+
+
 def test_top_n_of_0_is_all(reranker: Server) -> None:
     body = {"query": "a", "documents": ["a", "b", "c"]}
     for top_n, count in ((0, 3), (2, 2), (9, 3)):
@@ -409,8 +474,9 @@ def test_top_n_of_0_is_all(reranker: Server) -> None:
     [
         ("/v1/embeddings", {"input": "a", "add_special_tokens": False}, "send token ids"),
         ("/v1/embeddings", {"input": "a", "padding": "max_length"}, "$.padding"),
-        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "$.embed_dtype"),
-        ("/pooling", {"input": "a", "endianness": "big"}, "$.endianness"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "base64", "embed_dtype": "float16"}, "embed_dtype"),
+        ("/pooling", {"input": "a", "encoding_format": "base64", "endianness": "big"}, "endianness"),
+        ("/pooling", {"input": "a", "endianness": "x"}, "$.endianness"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "$.top_n"),
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {"input": ""}, "input[0] is empty"),
