@@ -136,7 +136,9 @@ def loaded() -> KernelLibrary | None:
 
 def opened(kind: Kind | None = None) -> KernelLibrary:
     """The kernels of a kind, or of the fastest; raises as :meth:`NativeSource.open` does."""
-    return KernelLibrary(SOURCE.open(*([] if kind is None else KINDS[kind].options(compiler.cpu_flags()))))
+    flags = compiler.cpu_flags()
+    found = fastest(flags) if kind is None else KINDS[kind]
+    return KernelLibrary(SOURCE.open(*([] if found is None else found.options(flags))))
 
 
 @cache

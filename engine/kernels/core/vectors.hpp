@@ -2,7 +2,7 @@
 //
 // All headers give the same names: Floats, Words (of 32 bits), Doubles (eight with AVX-512, sums of sixteen floats in any case), and
 // functions of them. A Mask has a bit for each lane, the first one the lowest. Operators of Floats are those of the language. LOCKSTEP_VECTORS
-// is the kind of kernels without tiles (parallel/kernel_kinds.py).
+// is the kind of kernels without tiles (parallel/kernel_kinds.py). The instructions for bfloat16 are used by the kind that needs them alone.
 
 #pragma once
 
@@ -12,6 +12,7 @@
 #define LOCKSTEP_AVX512 1
 #define LOCKSTEP_AVX2 0
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define LOCKSTEP_BFLOAT16 1
 #define LOCKSTEP_VECTORS "avx512"
 #include "vectors_avx512.hpp"
 #else

@@ -103,7 +103,7 @@ inline Doubles add(Doubles total, Floats x) {
 inline double sum_of(Doubles value) { return _mm512_reduce_add_pd(value); }
 
 // ---- bfloat16: the upper half of a float
-#ifdef __AVX512BF16__
+#ifdef LOCKSTEP_BFLOAT16
 inline __m256i halves_of(Floats value) { return (__m256i)_mm512_cvtneps_pbh(value); }  // the nearest ones, ties to even
 inline Words halves_of(Floats one, Floats two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
 // Products of the lower halves and of the upper ones, added to a sum.

@@ -33,7 +33,10 @@ class Emulation:
     """The kind whose instructions are all that the rest needs."""
     header: Path
     level: str = "-O3"
-    """How much the compiler optimizes; less takes half of its time, for the same bits."""
+    """How much the compiler optimizes; less takes half of its time.
+
+    Sums of products may have other bits: with ``-O1`` no product and sum become one instruction.
+    """
 
     @property
     def is_possible(self) -> bool:
@@ -43,10 +46,12 @@ class Emulation:
     def command(self) -> str:
         """The compiler, told to include the header first.
 
-        The digest is for the cache of compiled kernels, which does not see the header's text.
+        The digest is for the cache of compiled kernels, which does not see the header's text. Of several
+        levels the last one holds, so a shell puts it behind those that kernels are compiled with.
         """
         digest = hashlib.sha256(self.header.read_bytes()).hexdigest()[:16]
-        return shlex.join(["g++", "-include", str(self.header), "-Wno-psabi", f"-DEMULATED=0x{digest}"])
+        level_last = ["sh", "-c", f'exec g++ "$@" {self.level}', "g++"]
+        return shlex.join([*level_last, "-include", str(self.header), "-Wno-psabi", f"-DEMULATED=0x{digest}"])
 
     @contextmanager
     def kernels(self) -> Iterator[library.KernelLibrary]:
@@ -58,7 +63,6 @@ class Emulation:
         with (
             mock.patch.dict(os.environ, {"CXX": self.command(), library.OFF: self.kind}),
             mock.patch.object(compiler, "cpu_flags", return_value=features),
-            mock.patch.object(compiler, "COMPILE", (self.level, *compiler.COMPILE[1:])),
             mock.patch.object(compiler, "TIMEOUT", compiler.TIMEOUT_AHEAD),
         ):
             library._load.cache_clear()

@@ -16,7 +16,8 @@ import torch
 from engine.kernels.core import library
 from engine.kernels.make import make_program
 from parallel import compiler
-from parallel.kernel_kinds import KINDS, CpuTarget
+from parallel.kernel_kinds import AVX512F_OPTIONS, KINDS, CpuTarget, architecture
+from parallel.native_source import NativeSource
 from tests.engine.kernels import test_kernels
 from tests.engine.kernels.emulation import WIDE
 from tests.engine.kernels.test_kernels import BLOCK_SIZE, SCENARIO, everything, packed_rows, program_of
@@ -171,7 +172,36 @@ def test_a_model_has_the_same_bits_in_any_batch(
             begin += len(ids)
 
 
-@pytest.mark.parametrize("target", KINDS["avx512f"].targets, ids=lambda target: target.name)
+def test_the_compilers_command_has_the_last_word_on_the_level() -> None:
+    """So the kernels of whole test runs compile within the time that a start allows."""
+    command = [*shlex.split(WIDE.command()), "-O3", "-###", "-c", "-x", "c++", "/dev/null"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    (compiled,) = (line for line in shown.splitlines() if "cc1plus" in line and "-quiet" in line)
+    assert [each.strip('"') for each in compiled.split() if each.strip('"').startswith("-O")][-1] == "-O1"
+
+
+@pytest.mark.skipif(architecture() != "x86_64", reason="a kind of x86-64")
+def test_the_fastest_kind_is_opened_without_what_it_must_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, ...]] = []
+
+    def open_noted(self: NativeSource, *options: str) -> None:
+        opened.append(options)
+
+    features = KINDS["avx512f"].needs | {"avx512_bf16"}
+    monkeypatch.setattr(compiler, "cpu_flags", lambda: features)
+    monkeypatch.setattr(NativeSource, "open", open_noted)
+    monkeypatch.setattr(library, "KernelLibrary", lambda native: native)
+    library.opened()
+    assert opened == [("-mno-avx512bf16",)]
+
+
+HALF_OF_AVX512 = CpuTarget("no VNNI", (*AVX512F_OPTIONS, "-mavx512bf16"), KINDS["avx512f"].needs)
+"""A CPU with instructions for bfloat16, but not for bytes: ``avx512`` needs both."""
+
+
+@pytest.mark.parametrize(
+    "target", [*KINDS["avx512f"].targets, HALF_OF_AVX512], ids=lambda target: target.name
+)
 def test_its_targets_compile_without_a_warning(target: CpuTarget, tmp_path: Path) -> None:
     """Products, of which each function differs by target; nothing has instructions that the CPU lacks."""
     source, built = tmp_path / "functions.cpp", tmp_path / "functions.o"
