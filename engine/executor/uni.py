@@ -51,7 +51,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.experts_function import sum_experts_in_order
 from engine.model.sharding.shard import WHOLE, Shard
-from engine.model.weights import LoadedModel
+from engine.model.weights import LoadedModel, align, bytes_to_align
 from engine.numerics import native_kind
 from engine.states.pool import own_zeros
 from engine.step import Span, Step, StepResult
@@ -199,20 +199,23 @@ class UniExecutor(SpreadShard):
         torch.cuda.synchronize(model.device)
 
     def _bytes_for_program(self) -> int:
-        """Bytes that the native kernels will take, 0 where they have them already.
+        """Bytes that the native kernels or torch will take, 0 where they have them already.
 
         In lockstep one member at most takes a step beyond the usual budget.
         """
-        if self._program is not None or self._on_torch:
+        if self._program is not None:
             return 0
         assert self._model is not None
+        to_align = bytes_to_align(self._model.module)
+        if self._on_torch:
+            return to_align * self._shard.neighbours
         scheduler, members = self._config.scheduler, 1 if self._place is None else self._place[1]
         largest = scheduler.largest_step()
         total = largest + (members - 1) * most_tokens(scheduler.token_budget())
         room = BufferRoom(largest, scheduler.most_sampled(), total)
         requests = scheduler.most_requests()
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room, requests)
-        return num_bytes * self._shard.neighbours
+        return (num_bytes or to_align) * self._shard.neighbours
 
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See :class:`.Executor`."""
@@ -228,8 +231,8 @@ class UniExecutor(SpreadShard):
             self._program = make_program(model, block_size, adapter_room(self._config.lora))
             self._on_torch = self._program is None
         self._check_kernels(model)
-        if self._program is None and self._config.device.batch_invariant:
-            self._fix_blocks(model)
+        if self._program is None:
+            self._begin_on_torch(model)
         if self.shared is not None:
             self.shared.reserve(num_blocks, *[num_states] * bool(num_states))
         zeros = own_zeros if self.shared is None else self.shared.zeros
@@ -275,13 +278,14 @@ class UniExecutor(SpreadShard):
         self._runner.see_images(self.image_encoder, self._info)
         self._attention = cache.use
 
-    def _fix_blocks(self, model: LoadedModel) -> None:
-        """Compute in blocks of fixed size from now on.
+    def _begin_on_torch(self, model: LoadedModel) -> None:
+        """Let torch compute from now on, with ``--batch-invariant`` in blocks of fixed size.
 
         Raises:
             CheckpointError: bits of this model depend on the batch all the same.
         """
-        if self._fixed is not None:
+        align(model.module, self._shard.neighbours)
+        if self._fixed is not None or not self._config.device.batch_invariant:
             return
         began = time.monotonic()
         if self._backend == "TRITON_ATTN":

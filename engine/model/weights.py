@@ -29,6 +29,7 @@ from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
+from engine.host.memory import MARGIN, available_memory
 from engine.model.checkpoint import CheckpointError, ModelInfo, ReadingStopped
 from engine.model.coded_layers import CodedLayers, held_by, keep_weights_packed
 from engine.model.errors import first_line
@@ -63,6 +64,9 @@ LOADING = threading.RLock()
 
 transformers changes global state while it makes a model.
 """
+
+ALIGNMENT = 64
+"""Bytes; tensors that torch makes begin at a multiple."""
 
 WHOLE_STAGE = Stage(WHOLE, range(0))
 
@@ -143,6 +147,32 @@ def load_model(
     if shard.is_whole:
         return _twice(lambda: _run_first(read, info, settings, dtype, device))
     return _run_first(read, info, settings, dtype, device)  # other workers run with it and do not begin again
+
+
+def align(module: Any, sharers: int = 1) -> None:
+    """Move weights that torch computes with to where it puts new ones.
+
+    Those of a mapped file begin elsewhere, and the last bits of its products depend on that. So they would
+    be others after an update, or with a file that has another header. Each copy takes the place of pages
+    that the system may drop; without free memory they stay. ``sharers``: processes that do so at once.
+    """
+    needed, free = sharers * bytes_to_align(module), available_memory()
+    if needed > free * (1 - MARGIN):
+        logger.info(
+            "torch computes with the mapped checkpoint: %.1f GiB are free, and its weights take %.1f",
+            free / 2**30,
+            needed / 2**30,
+        )
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_cuda and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
+
+
+def bytes_to_align(module: Any) -> int:
+    """Bytes of memory that :func:`align` takes."""
+    found = (*module.parameters(), *module.buffers())
+    return sum(each.nbytes for each in found if not each.is_cuda and each.data_ptr() % ALIGNMENT)
 
 
 def _twice(load: Callable[[], Loaded]) -> Loaded:

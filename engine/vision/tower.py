@@ -21,7 +21,7 @@ from engine.model.errors import first_line
 from engine.model.sharding.shard_weights import all_tensors
 from engine.model.weight_files import OpenFile
 from engine.model.weight_set import weight_files
-from engine.model.weights import LOADING
+from engine.model.weights import LOADING, align
 from engine.prompt_images import PromptImage
 from parallel.compiler import cpu_flags
 
@@ -167,6 +167,7 @@ def load_tower(
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)
+    align(inner)
     return ImageTower(inner, hidden, dtype, computes, device)
 
 

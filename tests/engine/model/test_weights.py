@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, core_model_loading
 from engine.attention.base import WHOLE_CONTEXT, KeyReach, LayerShape
 from engine.config import ModelConfig
 from engine.lifecycle.ended import InstanceEnded
+from engine.model import weights
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.model_class import class_of
 from engine.model.module_reading import ModuleReader
@@ -289,6 +290,20 @@ def test_the_end_of_another_worker_is_no_fault_of_the_model(
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", fail)
     with pytest.raises(CollectiveError, match="rank 1 has ended"):
         load(directory)
+
+
+def test_weights_stay_in_their_file_where_no_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Linear(4, 4).requires_grad_(False)
+    mapped = torch.arange(18.0)[2:].view(4, 4)
+    module.weight.data = mapped
+    with monkeypatch.context() as busy:
+        busy.setattr(weights, "available_memory", lambda: 0)
+        weights.align(module)
+    assert module.weight.data_ptr() == mapped.data_ptr()
+    weights.align(module)
+    assert module.weight.data_ptr() % 64 == 0
+    assert torch.equal(module.weight, mapped)
+    assert weights.bytes_to_align(module) == 0
 
 
 def test_old_buffers_in_a_checkpoint_are_ignored(tmp_path: Path) -> None:

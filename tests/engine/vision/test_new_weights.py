@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from coordinator.messages import InFlight, WeightUpdate, WeightVersion
 from engine.host.memory import MARGIN
@@ -78,6 +79,29 @@ def test_answers_after_an_update_are_those_of_a_fresh_instance(
     weights.prepare(str(directory))
     weights.switch()
     assert answers(instance) == before
+
+
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.nightly)])
+def test_torch_computes_alike_wherever_tensors_begin_in_a_file(family: str, tmp_path: Path) -> None:
+    directory, wanted = make_tiny_vision_model(tmp_path, family), submits(family)
+    (path,) = shards(directory)
+    tensors, found = load_file(path), []
+    for start in (0, 8, 56):
+        begin_at(start, path, tensors)
+        instance = load(directory, dtype="float32", numerics="torch")
+        modules = [instance.executor._model.module, instance.executor.image_encoder.tower._model]
+        found.append(instance.answers(wanted, ALONE)[0])
+        assert not any(each.data_ptr() % 64 for module in modules for each in module.parameters())
+    assert found[1:] == found[:1] * 2
+
+
+def begin_at(start: int, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors such that they begin there, modulo 64."""
+    for length in range(0, 64, 8):
+        save_file(tensors, path, metadata={"format": "pt", "room": "x" * length})
+        if (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 64 == start:
+            return
+    raise AssertionError("no header has this length")
 
 
 def test_an_image_that_was_being_encoded_is_encoded_again(
