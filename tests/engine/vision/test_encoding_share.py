@@ -72,6 +72,7 @@ def test_late_layers_have_the_same_bits_in_a_thread_of_the_priority_of_steps(
 ) -> None:
     directory = make_tiny_vision_model(tmp_path, "idefics3")
     submits = [submit_of(number, seen_prompt("idefics3", 1 + number, num_images=1)) for number in range(3)]
+    monkeypatch.setattr(EncodingShare, "is_late", False)  # also on a busy host
     instance = load(directory, dtype="float32")
     expected = instance.answers(submits, ALONE)[0]
     assert instance.executor.image_encoder.num_late == 0
