@@ -64,6 +64,7 @@ def test_threads_that_start_at_once_leave_others_their_stacks(monkeypatch: pytes
     ]
     for caller in callers:
         caller.start()
+        time.sleep(0.05)  # so the second would find, and put back, the size of the first
     for caller in callers:
         caller.join()
     assert set_size(usual) == usual
