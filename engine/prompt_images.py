@@ -38,6 +38,8 @@ FAMILIES = IN_LINE | ON_AXES | WHOLE
 """Model types whose images are served; of others the language part is served alone."""
 GRID = "image_grid_thw"
 """Name of the tensor with an image's frames, and its patches along height and width."""
+PLACES = "image_position_ids"
+"""Name of the tensor with each patch's column and row, -1 in padding."""
 TOKEN = ("image_token_id", "image_token_index")
 """Names that configurations have for the placeholder."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,8 +23,11 @@ from engine.model.sharding.shard_weights import all_tensors
 from engine.model.weight_files import OpenFile
 from engine.model.weight_set import weight_files
 from engine.model.weights import LOADING, align
-from engine.prompt_images import PromptImage
+from engine.prompt_images import PLACES, PromptImage
 from parallel.compiler import cpu_flags
+
+OF_TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)\.")
+"""Names of tensors that an encoder does without."""
 
 
 def computing_type(dtype: torch.dtype, device: torch.device, kernels: KernelLibrary | None) -> torch.dtype:
@@ -84,8 +88,13 @@ class ImageTower:
         """Rows [planes, placeholders, hidden] of an image, in the model's type.
 
         Planes behind the first are added behind the text model's first layers.
+
+        Raises:
+            Exception: it is none that this model's processor makes.
         """
         arguments = {each.name: self._tensor(each.dtype, each.shape, each.data) for each in image.tensors}
+        if (places := arguments.get(PLACES)) is not None:
+            _check_places(places, self._model.config.vision_config)
         with torch.inference_mode():
             found = self._model.get_image_features(**arguments, return_dict=True)
         rows = found.pooler_output
@@ -107,6 +116,21 @@ class ImageTower:
         array = np.frombuffer(data, dtype=dtype).reshape(shape)
         tensor = torch.from_numpy(array.copy())
         return tensor.to(self.device, self.computes if tensor.is_floating_point() else None)
+
+
+def _check_places(places: torch.Tensor, config: Any) -> None:
+    """Check the columns and rows of patches; -1: a patch is none.
+
+    An index outside of a table ends all that a process does on a GPU.
+
+    Raises:
+        ValueError: they are none of a processor of this configuration.
+    """
+    width, height = (places.reshape(-1, 2).amax(0).clamp(min=0) + 1).tolist()
+    side = config.pooling_kernel_size
+    fits = width * height <= places.numel() // 2 and max(width, height) <= config.position_embedding_size
+    if width % side or height % side or not fits:
+        raise ValueError(f"{width} x {height} places for {places.numel() // 2} patches")
 
 
 def _layers(module: torch.nn.Module) -> Iterator[Any]:
@@ -150,12 +174,13 @@ def load_tower(
                     [opened.enter_context(open_file(each)) for each in weight_files(source)]
                 )
             model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-            model = model_class.from_pretrained(
+            model, found = model_class.from_pretrained(
                 directory if tensors is None else None,
                 config=_without_layers(config),
                 dtype=computes,
                 local_files_only=True,
                 state_dict=tensors,
+                output_loading_info=True,
             )
     except (CheckpointError, ReadingStopped):
         raise
@@ -163,6 +188,8 @@ def load_tower(
         raise CheckpointError(
             f"{source}: the encoder of images cannot be read. transformers says: {first_line(error)}"
         ) from error
+    if missing := sorted(name for name in found["missing_keys"] if not OF_TEXT.search(name)):
+        raise CheckpointError(f"{source}: the encoder of images lacks {len(missing)} tensors: {missing[0]}")
     inner = getattr(model, "model", model).to(device).eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.prompt_images import DIGEST_BYTES, ImageTensor, PromptImage
+from engine.prompt_images import DIGEST_BYTES, PLACES, ImageTensor, PromptImage
 from router.capsule import CapsuleTensor, ReplayImage
 from router.errors import refuse
 
@@ -24,8 +24,6 @@ Longer rows are of masks: each number is 0 or 1.
 """
 ORIGINAL = "image_sizes"
 """Name of the tensor with an image's size before it was cut and scaled."""
-PLACES = "image_position_ids"
-"""Name of the tensor with each patch's column and row, -1 in padding."""
 MOST_PIXELS = 1 << 26
 """Pixels of an image before that, where ``--max-image-pixels`` allows no more."""
 MOST_TENSORS = 8

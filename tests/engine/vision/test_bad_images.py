@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from engine.core import EngineCore
 from engine.messages import RequestRefused, Submit
-from engine.prompt_images import PromptImage
+from engine.model.checkpoint import CheckpointError
+from engine.prompt_images import PLACES, PromptImage
+from engine.vision import tower
 from tests.engine.invariance.answers import ALONE, PEER, Answer, How, load
 from tests.engine.vision.test_images import submit_of
 from tests.engine.vision.tiny_vision_models import PLACEHOLDER, make_tiny_vision_model, seen_prompt
@@ -95,3 +103,40 @@ def test_blocks_in_the_cache_need_no_encoder(instance: Any) -> None:
     num_encoded = images.num_encoded
     assert run(core, [submit])[0] == first
     assert images.num_encoded == num_encoded
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_vision_model(tmp_path_factory.mktemp("gemma4"), "gemma4")
+
+
+@pytest.mark.parametrize(("column", "row"), [(64, 0), (7, 8), (4, 1), (1, 2)])
+def test_places_that_no_processor_makes_are_refused(column: int, row: int, directory: Path) -> None:
+    """On a GPU they would end the process."""
+    image = seen_prompt("gemma4", 1).images[0]
+    found = tower.load_tower(directory, torch.float32, torch.float32, torch.device("cpu"))
+    assert found.encode(image).shape == (1, 12, 64)
+    places = np.full((1, 64, 2), -1)
+    places[0, :2] = [[0, 0], [column, row]]
+    tensors = tuple(
+        replace(each, data=places.tobytes()) if each.name == PLACES else each for each in image.tensors
+    )
+    with pytest.raises(ValueError, match=f"{column + 1} x {row + 1} places for 64 patches"):
+        found.encode(replace(image, tensors=tensors))
+
+
+@pytest.mark.parametrize("is_of_text", [False, True])
+def test_an_encoder_without_weights_is_refused(is_of_text: bool, directory: Path, tmp_path: Path) -> None:
+    """It would be made up at random."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    part = "language_model" if is_of_text else "vision_tower"
+    name = next(each for each in tensors if part in each)
+    save_file({each: tensors[each] for each in tensors if each != name}, path, metadata={"format": "pt"})
+    load = partial(tower.load_tower, tmp_path, torch.float32, torch.float32, torch.device("cpu"))
+    if is_of_text:
+        load()
+    else:
+        with pytest.raises(CheckpointError, match=f"the encoder of images lacks 1 tensors: {name}"):
+            load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_answers_are_transformers_own(family: str, directories: Callable[[str], 
             assert found == alone, how
 
 
-@pytest.mark.parametrize("family", at_night([*VISION_FAMILIES], ("qwen3_vl", "gemma3")))
+@pytest.mark.parametrize("family", at_night([*VISION_FAMILIES], ("qwen3_vl", "gemma3", "gemma4_small")))
 def test_torch_computes_the_same(family: str, directories: Callable[[str], Path]) -> None:
     directory, prompts = directories(family), prompts_of(family)[:2]
     model = hf.AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
@@ -113,7 +114,41 @@ def test_torch_computes_the_same(family: str, directories: Callable[[str], Path]
     assert [found[number].token_ids for number in range(len(prompts))] == expected
 
 
-@pytest.mark.parametrize("family", at_night(["gemma3", "gemma4"], ("gemma4",)))
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_whole_images_are_seen_in_windows_longer_than_the_context(
+    is_invariant: bool, directories: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And in no other layer."""
+    directory = tmp_path / "model"
+    prompts = [seen_prompt("gemma4", 1), seen_prompt("gemma4", 5, num_images=2)]
+    shutil.copytree(directories("gemma4"), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["sliding_window"] = 64
+    (directory / "config.json").write_text(json.dumps(config))
+    model = hf.AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
+    instance = load(directory, dtype="float32", numerics="torch", batch_invariant=is_invariant)
+    submits = [submit_of(number, prompt) for number, prompt in enumerate(prompts)]
+    found, _ = instance.answers(submits, How(budget=24))
+    expected = [generated(model, prompt) for prompt in prompts]
+    assert not any(PLACEHOLDER in ids for ids in expected), "which transformers would read as padding"
+    assert [found[number].token_ids for number in range(2)] == expected
+
+
+def test_stages_of_torch_have_no_inputs_of_each_layer(directories: Callable[[str], Path]) -> None:
+    directory = directories("gemma4_small")
+    wanted = settings(directory, dtype="float32", numerics="torch")
+    executor = ThreadedShards(wanted, read_model_info(directory), pp=2)
+    try:
+        with pytest.raises(CheckpointError, match="embed_tokens_per_layer"):
+            executor.load(lambda _phase: None)
+    finally:
+        executor.close()
+
+
+FIXED = ["gemma3", "gemma4", "gemma4_small"]
+
+
+@pytest.mark.parametrize("family", at_night(FIXED, ("gemma4", "gemma4_small")))
 def test_fixed_blocks_see_whole_images(family: str, directories: Callable[[str], Path]) -> None:
     directory, prompts = directories(family), prompts_of(family)[:2]
     model = hf.AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()

@@ -54,7 +54,11 @@ def test_prompts_are_those_of_the_whole_processor(
     assert problem_with(found, ids, placeholder) is None
     assert problem_with_grids(found, image_merge(config)) is None
     tensors = {each.name: each.shape for each in prepared[0].tensors}
-    if make is not make_tiny_onevision_chat_model:
+    if make is make_tiny_gemma4_chat_model:
+        alone = processor.image_processor(images=[pictures[0]], return_tensors="np")
+        assert tensors.keys() == {"pixel_values", "image_position_ids"}
+        assert all(each.data == alone[each.name].tobytes() for each in prepared[0].tensors)
+    elif make is not make_tiny_onevision_chat_model:
         assert tensors.keys() <= {"pixel_values", "image_grid_thw", "image_position_ids"}
     elif count == 1:
         assert tensors == {"pixel_values": expected["pixel_values"].shape, "image_sizes": (1, 2)}
