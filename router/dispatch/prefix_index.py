@@ -17,7 +17,7 @@ from router.dispatch.evictions import Evictions
 
 DIGITS = bytes.maketrans(b"01", b"\0\1")
 MAX_BLOCKS = 2_000_000
-"""Different blocks that are remembered; more are ignored, which costs only hits."""
+"""Different blocks that are remembered; more are ignored."""
 
 
 class _Holder:

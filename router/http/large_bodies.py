@@ -27,9 +27,9 @@ IMAGES_AT_ONCE = 4
 IMAGES_ELSEWHERE, VERY_LARGE_ELSEWHERE = 64, 32
 """Requests that leave their place at once, see :func:`elsewhere`; further ones keep it."""
 MOST_LARGE_WAITING = 512
-"""Requests over ``LARGE_BODY`` that wait for those at work; more are refused with 503."""
+"""Waiting requests over ``LARGE_BODY``; more are refused with 503."""
 MOST_VERY_LARGE_WAITING = 16
-"""Requests over ``VERY_LARGE_BODY`` that wait for the one at work; more are refused with 503."""
+"""Waiting requests over ``VERY_LARGE_BODY``; more are refused with 503."""
 
 Result = TypeVar("Result")
 

@@ -32,7 +32,7 @@ COMPUTE_TIMEOUT = 60.0
 MAX_THIRDS = 3
 """Third instances tried for one difference, where they are lost one after the other."""
 DRAIN_MEMORY_SECONDS = 3600.0
-"""Seconds for which an ordered drain counts against the minority that may be drained."""
+"""Seconds for which an ordered drain counts against the minority that may drain."""
 
 LEAVES_ALREADY = "it leaves already"
 """Why an instance is not drained that an earlier check, or another router, had drained."""

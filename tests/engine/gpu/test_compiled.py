@@ -25,7 +25,7 @@ CELLS = [(capability, "bfloat16", shape) for capability in (80, 90, 100, 120) fo
     for shape in FEW
 ]
 LIMIT = 900
-"""Seconds for the kernels of one shape, up to 100; an idle core takes two minutes."""
+"""Seconds for the kernels of one shape; an idle core takes two minutes."""
 
 
 def compile_for(capability: int, dtype: str, shape: str, cache: Path) -> None:
