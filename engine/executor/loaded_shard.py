@@ -164,7 +164,9 @@ class LoadedShard:
             return None
         assert model is not None
         progress("loading the encoder of images")
-        tower = load_tower(Path(self._info.directory), model.dtype, self._image_type, model.device)
+        tower = load_tower(
+            Path(self._info.directory), model.dtype, self._image_type, model.device, self._shard.neighbours
+        )
         if not self._shard.is_last and tower.num_added > len(model.stage.layers):
             raise CheckpointError(
                 f"-pp: the first stage has {len(model.stage.layers)} layers, and images add to the first "

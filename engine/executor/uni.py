@@ -72,6 +72,8 @@ The second is for --performance-mode throughput.
 """
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
+MAPPED = ", mapped weights"
+"""Part of a numerics class: torch's operators read a mapped file, whose places decide bits."""
 
 
 class UniExecutor(SpreadShard):
@@ -116,6 +118,7 @@ class UniExecutor(SpreadShard):
         """
         self._untouched = memory.Untouched()
         self._attention = self._attention_before = AttentionUse()
+        self._mapped = ""
         self._fixed: FixedBlocks | None = None
         """Context in which torch computes with ``--batch-invariant``; else None."""
 
@@ -206,7 +209,7 @@ class UniExecutor(SpreadShard):
         if self._program is not None:
             return 0
         assert self._model is not None
-        to_align = bytes_to_align(self._model.module)
+        to_align = bytes_to_align(self._model.module, self._shard.neighbours)
         if self._on_torch:
             return to_align * self._shard.neighbours
         scheduler, members = self._config.scheduler, 1 if self._place is None else self._place[1]
@@ -284,7 +287,8 @@ class UniExecutor(SpreadShard):
         Raises:
             CheckpointError: bits of this model depend on the batch all the same.
         """
-        align(model.module, self._shard.neighbours)
+        if not align(model.module, self._shard.neighbours, self._untouched.num_bytes):
+            self._mapped = MAPPED
         if self._fixed is not None or not self._config.device.batch_invariant:
             return
         began = time.monotonic()
@@ -348,10 +352,12 @@ class UniExecutor(SpreadShard):
         images = ""
         if self._info.image_token is not None and model.device.type == "cpu":  # of all stages: one class
             images = f", {computed_on(self._image_type)}"
+            if self.image_encoder is not None and self.image_encoder.tower.is_mapped:
+                images += MAPPED
         if program is not None:
             order, version = program.is_order_fixed, program.version + images
             return [Arithmetic(program.kind, version, "native", layers, order, weights=weights)]
-        device, fixed = _torch_on(model.device) + images, self._fixed is not None
+        device, fixed = _torch_on(model.device) + self._mapped + images, self._fixed is not None
         return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed, weights=weights)]
 
     def _check_kernels(self, model: LoadedModel) -> None:

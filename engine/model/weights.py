@@ -149,30 +149,33 @@ def load_model(
     return _run_first(read, info, settings, dtype, device)  # other workers run with it and do not begin again
 
 
-def align(module: Any, sharers: int = 1) -> None:
+def align(module: Any, sharers: int = 1, promised: int = 0) -> bool:
     """Move weights that torch computes with to where it puts new ones.
 
+    Returns whether all of them are there now.
     Those of a mapped file begin elsewhere, and the last bits of its products depend on that. So they would
     be others after an update, or with a file that has another header. Each copy takes the place of pages
-    that the system may drop; without free memory they stay. ``sharers``: processes that do so at once.
+    that the system may drop; without free memory they stay. ``sharers``: processes that do so at once, each
+    of which will take so many bytes that it was ``promised``.
     """
-    needed, free = sharers * bytes_to_align(module), available_memory()
-    if needed > free * (1 - MARGIN):
-        logger.info(
-            "torch computes with the mapped checkpoint: %.1f GiB are free, and its weights take %.1f",
-            free / 2**30,
-            needed / 2**30,
-        )
-        return
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_cuda and tensor.data_ptr() % ALIGNMENT:
-            tensor.data = tensor.data.clone()
+    tensors = _misaligned(module)
+    if tensors and not bytes_to_align(module, sharers, promised):
+        logger.warning("torch computes with the mapped checkpoint: no memory is free for copies")
+        return False
+    for tensor in tensors:
+        tensor.data = tensor.data.clone()
+    return True
 
 
-def bytes_to_align(module: Any) -> int:
-    """Bytes of memory that :func:`align` takes."""
+def bytes_to_align(module: Any, sharers: int = 1, promised: int = 0) -> int:
+    """Bytes that :func:`align` takes in each process; 0 where so many are not free."""
+    needed = sum(each.nbytes for each in _misaligned(module))
+    return needed if sharers * (needed + promised) <= available_memory() * (1 - MARGIN) else 0
+
+
+def _misaligned(module: Any) -> list[torch.Tensor]:
     found = (*module.parameters(), *module.buffers())
-    return sum(each.nbytes for each in found if not each.is_cuda and each.data_ptr() % ALIGNMENT)
+    return [each for each in found if not each.is_cuda and each.data_ptr() % ALIGNMENT]
 
 
 def _twice(load: Callable[[], Loaded]) -> Loaded:

@@ -78,9 +78,9 @@ class LinesShare:
     def _measure(self, tokens: int, seconds: float) -> None:
         if self._small is None or seconds < self._small[1]:
             self._small = tokens, seconds
-        elif tokens <= self._small[0]:  # a model's steps may have become slower
+        elif tokens <= max(self._small[0], self.FIRST):  # a model's steps may have become slower
             few, short = self._small
-            self._small = few, short + (seconds - short) / self.RISING
+            self._small = few + (tokens - few) / self.RISING, short + (seconds - short) / self.RISING
 
     def _fixed(self, tokens: int, seconds: float) -> float:
         """Seconds of a step besides its tokens; 0 where not known."""

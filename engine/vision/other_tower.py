@@ -49,6 +49,6 @@ class TowerReader:
         tower = self._images.tower
         with default_type_of_this_thread():
             other = load_tower(
-                self._served, tower.dtype, tower.computes, tower.device, (directory, open_file)
+                self._served, tower.dtype, tower.computes, tower.device, weights=(directory, open_file)
             )
         return OtherTower(self._images, other)

@@ -54,13 +54,21 @@ class ImageTower:
     """
 
     def __init__(
-        self, model: Any, hidden: int, dtype: torch.dtype, computes: torch.dtype, device: torch.device
+        self,
+        model: Any,
+        hidden: int,
+        dtype: torch.dtype,
+        computes: torch.dtype,
+        device: torch.device,
+        *,
+        is_mapped: bool = False,
     ) -> None:
         """``model``: of transformers, with ``get_image_features``, whose numbers are of type ``computes``.
 
-        ``hidden``: the text model's width.
+        ``hidden``: the text model's width. ``is_mapped``: its weights lie in a mapped file.
         """
         self._model = model
+        self.is_mapped = is_mapped
         self.computes = computes
         self._hidden = hidden
         self.dtype = dtype
@@ -151,12 +159,14 @@ def load_tower(
     dtype: torch.dtype,
     computes: torch.dtype,
     device: torch.device,
+    sharers: int = 1,
     weights: tuple[Path, OpenFile] | None = None,
 ) -> ImageTower:
     """Read what a checkpoint has beside its language part.
 
     That is made without any layer, so its weights are not read but for the embedding, which is dropped.
-    ``weights``: directory of other weights of the same model, and what opens its files; None: its own.
+    ``sharers``: processes of this host that do so at once. ``weights``: directory of other weights of the
+    same model, and what opens its files; None: its own.
 
     Raises:
         CheckpointError: it has no encoder of images that transformers knows.
@@ -194,8 +204,8 @@ def load_tower(
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)
-    align(inner)
-    return ImageTower(inner, hidden, dtype, computes, device)
+    is_mapped = not align(inner, sharers)
+    return ImageTower(inner, hidden, dtype, computes, device, is_mapped=is_mapped)
 
 
 def _without_layers(config: Any) -> Any:

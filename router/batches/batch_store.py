@@ -17,7 +17,7 @@ import msgspec
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject, BatchState, RequestCounts
 from router.stored.backend import Session
-from router.stored.database import StoreDatabase, StoreFull
+from router.stored.database import StoreDatabase, StoreFull, StoreUnusable
 from router.stored.schema import ENDED
 
 MOST_UNENDED = 100
@@ -175,18 +175,24 @@ class BatchStore:
             gathered, self._gathered = waiting[:MOST_GATHERED], waiting[MOST_GATHERED:]
             if not gathered:
                 continue
-            problems: Sequence[Exception | None]
-            try:
-                problems = await self._database.run(partial(self._write_lines, gathered))
-            except Exception as error:  # noqa: BLE001 (is each line's to raise)
-                problems = [error] * len(gathered)
-            for each, problem in zip(gathered, problems, strict=True):
+            for each, problem in zip(gathered, await self._problems(gathered), strict=True):
                 if each.stored.done():  # its line was cancelled
                     continue
                 if problem is None:
                     each.stored.set_result(None)
                 else:
                     each.stored.set_exception(problem)
+
+    async def _problems(self, gathered: Sequence[_Gathered]) -> Sequence[Exception | None]:
+        """Store answers; returns what is wrong with each."""
+        try:
+            return await self._database.run(partial(self._write_lines, gathered))
+        except StoreUnusable as error:
+            return [error] * len(gathered)
+        except Exception as error:  # noqa: BLE001 (is that of one line, and not of those stored with it)
+            if len(gathered) == 1:
+                return [error]
+            return [problem for each in gathered for problem in await self._problems([each])]
 
     def _write_lines(self, gathered: Sequence[_Gathered], session: Session) -> list[Exception | None]:
         """Store answers in a transaction; returns what is wrong with each."""

@@ -22,7 +22,7 @@ from statistics import fmean
 import pytest
 
 FILE = Path(__file__).with_name("costs.json")
-EACH_PUSH = bool(os.environ.get("LOCKSTEP_EACH_PUSH"))
+EACH_PUSH = os.environ.get("LOCKSTEP_EACH_PUSH", "") not in ("", "0")
 BUDGETS = {"plain": 1.5, "mesh": 30.0}
 """Seconds of all cases of a test for each push."""
 LONGEST = {"plain": 4.0, "mesh": 40.0}
@@ -76,15 +76,15 @@ def number_for_each_push(cost: float, kind: str, *, is_kept: bool) -> int:
 
 def chosen(items: Sequence[pytest.Item], costs: Mapping[str, float]) -> list[pytest.Item]:
     """Those of the collected tests that run for each push, in their order."""
-    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        groups[name_of(item)].append(item)
+        groups[name_of(item), kind_of(item)].append(item)
     kept: set[int] = set()
-    for name, cases in groups.items():
+    for (name, kind), cases in groups.items():
         number = len(cases)
         if cost := costs.get(name):
             is_kept = cases[0].get_closest_marker("each_push") is not None
-            number = number_for_each_push(cost, kind_of(cases[0]), is_kept=is_kept)
+            number = number_for_each_push(cost, kind, is_kept=is_kept)
         kept |= {id(cases[index]) for index in most_different([values_of(each) for each in cases], number)}
     return [item for item in items if id(item) in kept]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from tests.nightly.costs import (
     EACH_PUSH,
+    LONGEST,
     chosen,
     most_different,
     name_of,
@@ -93,6 +95,25 @@ def test_noted_tests_exist() -> None:
         if f"def {function.rpartition('::')[2]}(" not in texts[path]:
             missing.append(name)
     assert missing == []
+
+
+def test_no_file_is_left_to_the_night() -> None:
+    costs, left = read_costs(), []
+    for path in sorted({name.partition("::")[0] for name in costs}):
+        text = (ROOT / path).read_text()
+        longest = LONGEST["mesh" if "mark.mesh" in text else "plain"]
+        tests = {
+            each.name: {ast.unparse(mark) for mark in each.decorator_list}
+            for each in ast.walk(ast.parse(text))
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) and each.name.startswith("test_")
+        }
+        by_day = {name: marks for name, marks in tests.items() if "pytest.mark.nightly" not in marks}
+        if by_day and not any(
+            costs.get(f"{path}::{name}", 0.0) <= longest or "pytest.mark.each_push" in marks
+            for name, marks in by_day.items()
+        ):
+            left.append(path)
+    assert left == []
 
 
 def test_only_make_test_leaves_cases_out() -> None:

@@ -298,9 +298,15 @@ def test_weights_stay_in_their_file_where_no_memory_is_free(monkeypatch: pytest.
     module.weight.data = mapped
     with monkeypatch.context() as busy:
         busy.setattr(weights, "available_memory", lambda: 0)
-        weights.align(module)
+        assert not weights.align(module)
+        assert weights.bytes_to_align(module) == 0  # none is kept for what will not be taken
     assert module.weight.data_ptr() == mapped.data_ptr()
-    weights.align(module)
+    with monkeypatch.context() as busy:
+        busy.setattr(weights, "available_memory", lambda: 1000)
+        assert weights.bytes_to_align(module, sharers=2) == mapped.nbytes
+        assert not weights.bytes_to_align(module, sharers=15)
+        assert not weights.align(module, promised=900)
+    assert weights.align(module)
     assert module.weight.data_ptr() % 64 == 0
     assert torch.equal(module.weight, mapped)
     assert weights.bytes_to_align(module) == 0

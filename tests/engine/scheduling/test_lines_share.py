@@ -97,6 +97,15 @@ def test_a_cold_first_step_is_soon_forgotten() -> None:
     assert settled(share, 0.0005, 0.0001) < 1.3 * LinesShare.SECONDS_ALONE
 
 
+def test_a_host_that_becomes_slower_gets_longer_steps() -> None:
+    share = LinesShare(1 << 16)
+    settled(share, 0.004, 0.0001)
+    share.took(1, 0.0041)  # the last line of a batch: the smallest step, and the fastest
+    for _ in range(100 * LinesShare.AGAIN):
+        share.took(share.tokens, 0.012 + 0.0003 * share.tokens)
+    assert settled(share, 0.012, 0.0003) > 0.8 * LinesShare.PARTS * 0.012
+
+
 def test_steps_alone_are_bounded_where_no_small_one_was_measured() -> None:
     share = LinesShare(1 << 16)
     for _ in range(40):  # beside larger ones, which are fast

@@ -31,6 +31,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.each_push
 @pytest.mark.parametrize("family", at_night([*NATIVE, *BY_TORCH], ["qwen3_next", "nemotron_h"]))
 def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
     make_state_model(tmp_path, family)

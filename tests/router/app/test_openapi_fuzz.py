@@ -24,6 +24,7 @@ For each push, test_any_body.py sends many wrong bodies.
 """
 
 
+@pytest.mark.each_push
 @pytest.mark.timeout(3600 if "LOCKSTEP_FUZZ_EXAMPLES" in os.environ else 240)
 def test_no_request_ends_in_a_server_error(server: Server, tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "schemathesis"

@@ -73,6 +73,29 @@ def test_a_transaction_that_fails_fails_for_each_of_its_answers(tmp_path: Path) 
     asyncio.run(run())
 
 
+def test_an_error_of_one_answer_is_no_error_of_those_stored_with_it(tmp_path: Path) -> None:
+    database = database_of(tmp_path / "store")
+    store = BatchStore(database)
+    check = database.check_room
+
+    def fail(session: Any, size: int) -> None:
+        if size == 2:
+            raise MemoryError
+        check(session, size)
+
+    database.check_room = fail  # type: ignore[method-assign]
+
+    async def run() -> None:
+        await store.begin("tenant", BATCH)
+        answers = [store.answer(BATCH.id, size, LineAnswer(False, b"x" * size)) for size in range(4)]
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 5)
+        assert [type(each) for each in found] == [type(None), type(None), MemoryError, type(None)]
+        assert await store.answered(BATCH.id) == {0, 1, 3}
+
+    asyncio.run(run())
+    database.close()
+
+
 def _counted(database: StoreDatabase) -> list[Any]:
     """Transactions of a database from now on."""
     begun: list[Any] = []

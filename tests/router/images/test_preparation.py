@@ -21,6 +21,7 @@ def png(colour: str) -> SentImage:
     return SentImage(into.getvalue(), "messages[0].content[0]")
 
 
+@pytest.mark.each_push
 def test_a_killed_process_costs_no_image(tmp_path: Path) -> None:
     preparation = ImagePreparation(make_tiny_chat_model(tmp_path / "model"), 1 << 20)
     try:
