@@ -155,11 +155,11 @@ def test_a_tower_depends_on_no_mapped_file(
     (path,) = shards(trained(directory, tmp_path / "new"))
     is_reading = False
 
-    def load_and_note(*arguments: Any) -> Any:
+    def load_and_note(*arguments: Any, **named: Any) -> Any:
         nonlocal is_reading
         is_reading = True
         try:
-            return load_tower(*arguments)
+            return load_tower(*arguments, **named)
         finally:
             is_reading = False
 
