@@ -68,7 +68,7 @@ def test_own_slow_tokens_stay_slow_beside_a_larger_step_of_a_peer() -> None:
         share.took(32, 0.15, largest=1024)
     assert share.tokens == 32
     for _ in range(10):
-        share.took(32, 0.03, largest=64)  # at most a millisecond each, whoever was waited for
+        share.took(32, 0.03, largest=64)  # a token takes 1 ms at most: the larger step has 64
     assert share.tokens == 144
     for _ in range(100):
         share.took(32, 3.0, largest=1000)  # at least three
