@@ -97,15 +97,16 @@ class TooLarge(ValueError):
     """Error: a message exceeds the size at which its receiver hangs up."""
 
 
-def _bounded(message: Any) -> bytes:
+def _bounded(message: Any, growth: int = 0) -> bytes:
     """A message as its receiver takes it.
 
     Raises:
-        TooLarge: it has more than ``MAX_MESSAGE_BYTES``.
+        TooLarge: it has more than ``MAX_MESSAGE_BYTES``, or will have with ``growth`` bytes more.
     """
     frame = encode(message)
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise TooLarge(f"{len(frame)} bytes in one message")
+    if len(frame) + growth > MAX_MESSAGE_BYTES:
+        later = f", and later up to {growth} more" if growth else ""
+        raise TooLarge(f"{len(frame)} bytes in one message{later}")
     return frame
 
 
@@ -577,14 +578,16 @@ class AsyncConnection(Generic[In, Out]):
         self._socket.connect(self.endpoint)
         self._arrivals.check()
 
-    def send(self, message: Out) -> bool:
+    def send(self, message: Out, growth: int = 0) -> bool:
         """Queue a message; False if there is no connection now, or its queue is full.
 
+        ``growth``: bytes more that the message may have when it is sent again.
+
         Raises:
-            TooLarge: it has more than ``MAX_MESSAGE_BYTES``.
+            TooLarge: it has more than ``MAX_MESSAGE_BYTES``, or may have later.
         """
         try:
-            self._socket.send(_bounded(message), zmq.NOBLOCK)
+            self._socket.send(_bounded(message, growth), zmq.NOBLOCK)
         except zmq.Again:
             return False
         finally:

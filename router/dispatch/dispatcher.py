@@ -169,7 +169,7 @@ class RequestDispatcher(abc.ABC):
         while chosen is not None:
             number = self._chooser.dispatch(entry, chosen, time.monotonic())
             try:
-                if self._connections[chosen.name].send(entry.submit(number, copy)):
+                if self._connections[chosen.name].send(entry.submit(number, copy), entry.growth):
                     return
             except TooLarge as error:  # for every instance
                 why = f"The request is too large for an instance: {error}, {MAX_MESSAGE_BYTES} at most."

@@ -81,12 +81,16 @@ class InstanceConnection:
     def __repr__(self) -> str:
         return f"<InstanceConnection to instance {self._instance.rank} at {self._connection.endpoint}>"
 
-    def send(self, message: ToInstance) -> bool:
+    def send(self, message: ToInstance, growth: int = 0) -> bool:
         """Send a message at once or not at all.
 
-        Returns False if there is no connection, or the instance does not read what was sent before.
+        ``growth``: bytes more that it may have when it is sent again. Returns False if there is no
+        connection, or the instance does not read what was sent before.
+
+        Raises:
+            TooLarge: no message holds it, or none will.
         """
-        return self._connection.send(message)
+        return self._connection.send(message, growth)
 
     def serves(self, instance: PooledInstance) -> bool:
         """Whether it is the connection to this registration of an instance."""

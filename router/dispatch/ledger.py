@@ -21,6 +21,10 @@ from router.mesh import NumericsSwitch, Prompt, TokenSink, WeightSpan
 logger = logging.getLogger(__name__)
 
 LOADED_WEIGHTS = WeightsInUse()
+ID_BYTES = 5
+"""Most bytes of a token id in a message."""
+BESIDE_OUTPUT = 1 << 12
+"""Bytes of a resumed request's message beside its output: numbers, flags and one address."""
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
 
@@ -180,6 +184,17 @@ class Entry:
             copy=copy,
             images=self.prompt.images,
         )
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which its message may grow from its first try to its last.
+
+        They are checked before the first one: a request that was taken once is never too large later.
+        """
+        if self.owed or self.emitted:
+            return 0
+        most = 0 if self.prompt.pooling is not None else self.prompt.params.max_tokens or 0
+        return ID_BYTES * most + BESIDE_OUTPUT
 
     def moves(self, loss: Loss, now: float = 0.0) -> None:
         """Record that the request lost its instance.

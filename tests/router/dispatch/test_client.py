@@ -211,7 +211,7 @@ def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path:
 class DeadLink:
     """A connection that has just broken, before its end was reported."""
 
-    def send(self, _message: ToInstance) -> bool:
+    def send(self, _message: ToInstance, growth: int = 0) -> bool:
         return False
 
     def close(self) -> None:

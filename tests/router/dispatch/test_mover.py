@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from coordinator.rpc import rpc
+from coordinator.rpc.codec import encode
 from coordinator.rpc.rpc import TooLarge
-from engine.messages import Delta, Submit, ToInstance
+from engine.messages import Delta, RequestRefused, Submit, ToInstance
 from engine.sampling import SamplingParams
-from router.dispatch.ledger import MAX_FRUITLESS
+from router.dispatch.ledger import BESIDE_OUTPUT, ID_BYTES, MAX_FRUITLESS, entry_of
 from router.dispatch.mover import RequestMover
 from router.dispatch.stream import Stream
 from router.mesh import MeshError, Prompt
@@ -113,7 +115,7 @@ def test_a_background_request_goes_nowhere_else() -> None:
 def test_a_request_that_no_message_holds_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each instance would hang up on it, and on all others with it."""
 
-    def send(_: Link, message: ToInstance) -> bool:
+    def send(_: Link, message: ToInstance, growth: int) -> bool:
         assert isinstance(message, Submit)
         raise TooLarge("9 bytes in one message")
 
@@ -129,6 +131,70 @@ def test_a_request_that_no_message_holds_goes_nowhere(monkeypatch: pytest.Monkey
         await mesh.send()
 
     run(work, 2)
+
+
+def test_a_request_that_was_taken_is_never_too_large_for_the_next_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tokens go along, and what they may take is checked before the first try."""
+    plain, params = Link.send, SamplingParams(max_tokens=1000)
+    large = 2**31 - 1  # five bytes in a message
+
+    def send(link: Link, message: ToInstance, growth: int = 0) -> bool:
+        rpc._bounded(message, growth)
+        return plain(link, message)
+
+    async def begin(mesh: Mesh) -> Stream:
+        stream = mesh.client.generate(Prompt("r", LONG, params, seed=1))
+        await asyncio.sleep(0)
+        return stream
+
+    async def work(mesh: Mesh) -> None:
+        with monkeypatch.context() as changed:
+            changed.setattr(Link, "send", send)
+            first = len(encode(entry_of(Prompt("r", LONG, params, seed=1), 0.0).submit(1)))
+            most = first + 1000 * ID_BYTES + BESIDE_OUTPUT
+            changed.setattr(rpc, "MAX_MESSAGE_BYTES", most - 1)
+            with pytest.raises(MeshError, match=f"{first} bytes in one message, and later up to") as caught:
+                await anext(aiter(await begin(mesh)))
+            assert caught.value.status == 400
+            changed.setattr(rpc, "MAX_MESSAGE_BYTES", most)
+            await begin(mesh)
+            (name,) = filter(mesh.has, mesh.links)
+            mesh.tell(name, Delta(mesh.links[name].submits.pop().request, [large] * 999))
+            lose(mesh, name)
+            (name,) = filter(mesh.has, mesh.links)
+            assert mesh.links[name].submits[0].output_ids == [large] * 999
+
+    run(work, 2)
+
+
+def test_an_answer_that_has_begun_outlives_the_refusal_of_a_smaller_instance() -> None:
+    async def work(mesh: Mesh) -> None:
+        stream, name, submit = await mesh.send()
+        mesh.tell(name, Delta(submit.request, [7]))
+        tried = {name}
+        for _ in range(2):
+            lose(mesh, name) if len(tried) == 1 else refuse(mesh, name)
+            (name,) = filter(mesh.has, mesh.links)
+            assert name not in tried
+            tried.add(name)
+            assert mesh.links[name].submits[0].output_ids == [7]
+        refuse(mesh, name)
+        assert not any(map(mesh.has, mesh.links)), "all have refused it"
+        deltas = aiter(stream)
+        assert (await anext(deltas)).token_ids == [7]
+        with pytest.raises(MeshError, match="too small") as caught:
+            await anext(deltas)
+        assert caught.value.status == 400
+        assert mesh.client.num_in_flight == 0
+
+    def refuse(mesh: Mesh, name: str) -> None:
+        number = mesh.links[name].submits.pop().request
+        refused = RequestRefused(number, "the cache is too small", retry=False)
+        mesh.client._receiver.received(mesh.instance(name), refused)
+
+    run(work, 3)
 
 
 def test_what_was_sent_to_a_lost_instance_is_no_load_of_it() -> None:

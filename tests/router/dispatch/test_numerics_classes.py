@@ -32,7 +32,7 @@ TO_B = NumericsSwitch(2, A, B)
 class Link:
     """A connection that takes all messages."""
 
-    def send(self, _message: object) -> bool:
+    def send(self, _message: object, growth: int = 0) -> bool:
         return True
 
     def close(self) -> None: ...

@@ -46,7 +46,7 @@ class Link:
     def __init__(self, node: Node) -> None:
         self.node = node
 
-    def send(self, message: Any) -> bool:
+    def send(self, message: Any, growth: int = 0) -> bool:
         self.node.inbox.append(message)
         return True
 

@@ -54,7 +54,7 @@ class Link:
         self.submits: list[Submit] = []
         self.aborted: list[int] = []
 
-    def send(self, message: ToInstance) -> bool:
+    def send(self, message: ToInstance, growth: int = 0) -> bool:
         match message:
             case Submit():
                 self.submits.append(message)
