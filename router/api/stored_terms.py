@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
 from router.mesh import Generates
 from router.metrics.request_histograms import CountedRequests
+
+WaitForTurn = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class StoredTerms:
     """Whether it takes from the quota of its API key."""
     counts: CountedRequests | None = None
     """Where it is counted; None: with the requests of clients."""
+    wait_for_turn: WaitForTurn | None = None
+    """Waits until an answer that stop strings may end may be made."""
 
 
 def stored_terms(request: Request) -> StoredTerms | None:

@@ -22,6 +22,7 @@ from router.api.answers import Answer, json_response
 from router.api.headers import numerics_changed
 from router.api.request_run import Batch, RequestRun
 from router.api.shortcut import BodyOutlet, Outlet
+from router.api.stored_terms import WaitForTurn
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.http.connection import TimedWriter, cut_off, writer_of
 from router.mesh import MeshError
@@ -53,20 +54,26 @@ Result = TypeVar("Result")
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
-async def whole_response(run: RequestRun, answer: Answer, receive: Receive) -> Response:
+async def whole_response(
+    run: RequestRun, answer: Answer, receive: Receive, wait_for_turn: WaitForTurn | None = None
+) -> Response:
     """An answer that is not streamed. Raises as :func:`whole_answer`."""
-    response = json_response(await whole_answer(run, answer.body, receive))
+    response = json_response(await whole_answer(run, answer.body, receive, wait_for_turn))
     changes = (change for sample in run.samples for change in sample.numerics_changes)
     response.headers.update(numerics_changed(changes))
     return response
 
 
 async def whole_answer(
-    run: RequestRun, body_of: Callable[[Sequence[Sequence[TextPiece]]], bytes], receive: Receive
+    run: RequestRun,
+    body_of: Callable[[Sequence[Sequence[TextPiece]]], bytes],
+    receive: Receive,
+    wait_for_turn: WaitForTurn | None = None,
 ) -> bytes:
     """The body of a request's answer, once the request has run to its end.
 
-    ``body_of`` makes it of the pieces of each sample.
+    ``body_of`` makes it of the pieces of each sample; before that, one that stop strings may have ended waits
+    for its turn. Other ends are the mesh's to spread.
 
     Raises:
         MeshError, ApiError: it cannot be answered.
@@ -76,6 +83,8 @@ async def whole_answer(
     async def answer() -> bytes:
         async with run.deadline():
             outputs = await run.outputs()
+            if wait_for_turn is not None and any(sample.may_stop for sample in run.samples):
+                await wait_for_turn()
             return await made_of(run.samples, lambda: body_of(outputs))
 
     try:

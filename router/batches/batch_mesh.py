@@ -106,6 +106,10 @@ class LineGeneration:
     def close(self) -> None:
         """See :class:`router.mesh.Generation`."""
         self._is_closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the place back, with nothing left on the mesh."""
         if self._generation is not None:
             self._generation.close()
         if self._has_place:
@@ -113,25 +117,25 @@ class LineGeneration:
             self._window.leave()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        await self._window.enter(self._turn)
-        self._has_place = True
-        if self._is_closed:
-            self.close()
-            return
         has_begun = False
         for pause in pauses():
+            await self._window.enter(self._turn)
+            self._has_place = True
+            if self._is_closed:
+                self._leave()
+                return
             try:
                 generation = self._generation = self._mesh.generate(self._prompt)
                 async for delta in generation:
                     has_begun = True
                     if delta.finish_reason is not None:
+                        self._leave()  # others need the place while this one waits for its turn
                         await self._window.spread()
                     yield delta
                 return
             except MeshError as error:
                 if error.status != 503 or has_begun:
                     raise
-            if self._generation is not None:
-                self._generation.close()
+            self._leave()
             self._events["line_tried_again"] += 1
             await asyncio.sleep(pause)

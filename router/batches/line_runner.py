@@ -80,6 +80,7 @@ class LineRunner:
             is_whole=True,
             is_limited=False,
             counts=self._counts,
+            wait_for_turn=self._window.spread,
         )
         request = inner_request(bytes(line.body), request_id_of(batch, number), 0, terms, path=line.url)
         return bytes((await self._handlers[line.url](request)).body)
