@@ -1,9 +1,8 @@
 """``python -m engine.host.fork_server FD MODULE ...``: loads modules once, and forks processes that use them.
 
 Asked over a socket pair, one :class:`engine.host.forked.Fork` at a time; the protocol and the reason for it
-are in
-:mod:`engine.host.forked`. Runs no thread, opens nothing and computes nothing, so that what it hands on is
-exactly loaded modules. It ends with its asker.
+are in :mod:`engine.host.forked`. Runs no thread, opens nothing and computes nothing from input, so that what
+it hands on is exactly loaded modules, with what they compute once. It ends with its asker.
 """
 
 from __future__ import annotations
@@ -155,7 +154,15 @@ def main() -> int:
         for name in sys.argv[2:]:
             with contextlib.suppress(ModuleNotFoundError):  # the process that needs it says so better
                 importlib.import_module(name)
+        _compile_patterns()
     return serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _compile_patterns() -> None:
+    """Compile the thousand patterns of weights' names that every process with a model needs."""
+    library = sys.modules.get("transformers.conversion_mapping")
+    if library is not None:
+        library.get_checkpoint_conversion_mapping("")
 
 
 def serve(connection: socket.socket) -> int:
@@ -176,7 +183,7 @@ def _branch(request: Fork) -> Fork | None:
     pid = os.fork()
     if pid:
         theirs.close()
-        forked.inherited = ForkServer(ours, forked.Forked(pid))
+        forked.inherited = ForkServer(ours, forked.Forked(pid), sys.modules)
         return msgspec.structs.replace(request, branches=False)
     ours.close()
     for descriptor in request.descriptors:

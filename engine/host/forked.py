@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -162,7 +162,14 @@ class Forked:
 class ForkServer:
     """Client of a fork server; one that failed once is not used again."""
 
-    def __init__(self, connection: socket.socket, child: subprocess.Popen[bytes] | Forked) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        child: subprocess.Popen[bytes] | Forked,
+        modules: Iterable[str] = (),
+    ) -> None:
+        """``modules``: those that it has loaded, or loads before it answers."""
+        self.modules = frozenset(modules)
         self._connection = connection
         self._child = child
         self._asking = threading.Lock()
@@ -207,7 +214,7 @@ class ForkServer:
                 },
                 start_new_session=True,
             )
-        return cls(ours, child)
+        return cls(ours, child, modules)
 
     def fork(
         self,

@@ -83,7 +83,7 @@ async def fork(server: ForkServer, spec: ProcessSpec, environment: dict[str, str
     """
     return await asyncio.to_thread(
         server.fork,
-        f"{spec.role}.__main__:main",
+        f"{spec.main_module}:main",
         spec.argv,
         environment,
         spec.descriptors,

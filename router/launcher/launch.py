@@ -96,9 +96,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.role == "engine" and self.module != "engine.executor.nodes"
 
     @property
-    def may_be_forked(self) -> bool:
-        """Whether a fork server has what it loads. Routers and the coordinator load little."""
-        return self.role == "engine" and not self.module
+    def main_module(self) -> str:
+        """Module with its ``main``; a fork server that has loaded it can fork this process."""
+        return f"{self.module or self.role}.__main__"
 
 
 def process_table(

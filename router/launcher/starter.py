@@ -37,8 +37,12 @@ class ProcessStarter:
             logger.info("the fork server (pid %d) loads libraries for all instances", self._fork_server.pid)
 
     def forks(self, spec: ProcessSpec) -> bool:
-        """Whether this process would be forked."""
-        return self._fork_server is not None and not self._fork_server.problem and spec.may_be_forked
+        """Whether this process would be forked.
+
+        Routers and the coordinator load little: only a fork server that was there before may have them.
+        """
+        server = self._fork_server
+        return server is not None and not server.problem and spec.main_module in server.modules
 
     async def start(
         self, key: int, spec: ProcessSpec, name: str, still_wanted: Callable[[], bool]

@@ -92,7 +92,7 @@ class Supervisor:
         taken = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if with_terminal else []))
         for number in taken if takes_signals else ():
             loop.add_signal_handler(number, self._on_signal, number)
-        forked = [spec for spec in self._table if self._starter.forks(spec)]
+        forked = [spec for spec in self._table if spec.role == "engine" and self._starter.forks(spec)]
         self._starter.log_fork_server()
         for spec in self._table:
             if spec not in forked:

@@ -74,6 +74,9 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str = "", eve
 WARM = {"router.launcher.serve": "router.launcher.serve:main_serve", "engine": "engine.__main__:main"}
 """Modules that load torch, or start what does, and what each runs."""
 
+LAUNCHED = ("router.launcher.serve", "coordinator.__main__", "router.__main__", "router.server")
+"""What ``serve``, coordinators and routers load."""
+
 
 @cache
 def fork_server(*prefix: str) -> ForkServer:
@@ -81,7 +84,7 @@ def fork_server(*prefix: str) -> ForkServer:
 
     A fork server that ``serve`` starts itself does the same. LOCKSTEP_FORK_SERVER=0 does without.
     """
-    server = ForkServer.start([*modules_of("qwen3_moe"), "router.launcher.serve"], prefix)
+    server = ForkServer.start([*modules_of("qwen3_moe"), *LAUNCHED], prefix)
     atexit.register(server.close)
     return server
 

@@ -46,7 +46,7 @@ def parent():
     mine = dict(os.environ, LOCKSTEP_PARENT_PID=str(os.getpid()))
     child = server.fork("part:linger", [], mine)
     status = server.fork("part:report", [], mine, streams=(0, 2, 2)).wait(60)
-    print(json.dumps([server.pid, child.pid, status]), flush=True)
+    print(json.dumps([server.pid, child.pid, status, "part" in server.modules]), flush=True)
     time.sleep(600)
 """
 
@@ -101,6 +101,10 @@ def test_a_forked_process_is_a_child_like_any_other(server: ForkServer) -> None:
         os.close(each)
     ours.close()
     theirs.close()
+
+
+def test_who_asks_knows_what_is_loaded(server: ForkServer) -> None:
+    assert server.modules == {"part", "no_such_module"}, "what it was asked to load"
 
 
 def test_a_fork_server_outlives_a_shortage_of_files(server: ForkServer) -> None:
@@ -186,8 +190,9 @@ def test_all_end_with_their_asker(server: ForkServer) -> None:
     out, write = os.pipe()
     middle = server.fork("part:parent", [], environment(), streams=(0, write, 2), branches=True)
     assert select.select([out], [], [], 60)[0]
-    its_server, its_child, status = json.loads(read(out))
+    its_server, its_child, status, is_known = json.loads(read(out))
     assert status == 7
+    assert is_known, "its server has what it was forked with"
     assert psutil.Process(its_server).ppid() == psutil.Process(its_child).ppid() == middle.pid
     middle.kill()
     assert middle.wait(60) == -signal.SIGKILL
