@@ -22,6 +22,7 @@ import uvloop
 from coordinator.config import url
 from coordinator.distribution import installed_version
 from coordinator.messages import Settings, View
+from coordinator.pooled_model import PATHS, PooledModel, PoolingTask
 from coordinator.process import process
 from coordinator.process.runtime import runtime_directory
 from coordinator.rpc import own_key
@@ -399,18 +400,32 @@ def _print_try_line(config: ServeConfig, view: View) -> None:
     if http.uds is not None:
         address, way = f"{http.scheme}://localhost", f" --unix-socket {shlex.quote(http.uds)}"
     where = f"{address}/v1" if http.uds is None else http.address
-    name = view.settings.served_model_name[0] if view.settings else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if http.api_key else ""
-    body = msgspec.json.encode(
-        {"model": name, "prompt": "It is a truth universally acknowledged, that", "max_tokens": 60}
-    ).decode()
+    settings = view.settings
+    name, model = (settings.served_model_name[0], settings.pooling) if settings else ("", None)
+    path, body = first_request(name, model)
     print(
         f"\n{len(view.members)} instance{'s' * (len(view.members) != 1)} ready at "
         f"{where}. Try:\n\n"
-        f"  curl{way} {address}/v1/completions{key} "
-        f"-H 'Content-Type: application/json' -d '{body}'\n",
+        f"  curl{way} {address}{path}{key} -H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )
+
+
+def first_request(name: str, model: PooledModel | None) -> tuple[str, str]:
+    """Path and body of a request that a model can answer.
+
+    ``model``: None for one that generates text.
+    """
+    sentence = "It is a truth universally acknowledged, that"
+    given: dict[str, str | int] = {"input": sentence}
+    if model is None:
+        path, given = "/v1/completions", {"prompt": sentence, "max_tokens": 60}
+    elif (task := model.tasks[0]) is PoolingTask.SCORE:
+        path, given = "/score", {"text_1": sentence, "text_2": "It is a ball."}
+    else:
+        path = PATHS[task]
+    return path, msgspec.json.encode({"model": name, **given}).decode()
 
 
 def main(argv: list[str] | None = None) -> int:

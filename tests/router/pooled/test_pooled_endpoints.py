@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import math
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from coordinator.pooled_model import PooledModel, PoolingTask
 from engine.messages import Delta, FinishReason
 from engine.pooling_params import Pooled
 from router.config import HttpConfig
+from router.launcher.serve import first_request
 from router.mesh import MeshError, Prompt, ServedModel
 from router.pooled import scoring
 from router.pooled.scoring import shortened
@@ -128,6 +130,13 @@ def test_embeddings_with_the_openai_client(embedder: Server) -> None:
         assert client.embeddings.create(model="tiny", input=[65, 66]).data[0].embedding[1] == 2
         with pytest.raises(openai.BadRequestError, match="4"):
             client.embeddings.create(model="tiny", input="Hello", dimensions=3)
+
+
+@pytest.mark.parametrize("kind", ["embedder", "reranker", "classifier"])
+def test_what_serve_prints_to_try_is_answered(kind: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(kind)
+    path, body = first_request("tiny", {"embedder": EMBEDDER, "reranker": RERANKER}.get(kind, CLASSIFIER))
+    assert good(server.post(path, json.loads(body)))["data"]
 
 
 def test_a_large_batch_comes_together_in_order(embedder: Server) -> None:
