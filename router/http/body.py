@@ -27,6 +27,9 @@ FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
 
 FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 
+HALF_A_CHARACTER = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]{0,5}\Z)")
+"""The first half of a surrogate pair, with no room behind it for the second."""
+
 SMALL = 50_000
 """Body size in bytes below which values need not be counted."""
 
@@ -138,11 +141,23 @@ def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
         except msgspec.ValidationError as error:
             raise bad_request(str(error), _field_of(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise bad_request(f"The body is not valid JSON: {error}") from error
+            raise bad_request(f"The body is not valid JSON: {_why(body, error)}") from error
         except RecursionError as error:
             raise bad_request("The body is nested too deeply.") from error
 
     return read
+
+
+def _why(body: bytes, error: Exception) -> str:
+    """The error with its place in the whole body."""
+    if isinstance(error, UnicodeDecodeError):
+        try:
+            body.decode()
+        except UnicodeDecodeError as whole:
+            return f"byte {whole.start} (0x{body[whole.start]:02x}) is not UTF-8: {whole.reason}"
+    elif half := HALF_A_CHARACTER.search(body):  # with so little behind it, the library calls it truncated
+        return f"half of a surrogate pair stands alone (byte {half.start()})"
+    return str(error)
 
 
 def _read_floats(given: Any, kind: type[Body]) -> Body:
