@@ -17,6 +17,9 @@ MESH_LONG  = tests/mesh/running/test_two_hosts.py tests/mesh/faults/test_chaos.p
              tests/mesh/clients/test_dashboard.py tests/parallel/test_communicators.py tests/engine/executor/test_mp.py
 MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES)) $(filter $(MESH_SHORT),$(MESH_FILES))
 
+# Those of them that have no other tests: no process loads them for nothing.
+MESH_ONLY = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rlzP '\npytestmark = (\[[^]]*)?pytest\.mark\.mesh\b' tests --include='test_*.py')))
+
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 # These wait for a third of theirs.
@@ -24,7 +27,7 @@ MESH_PROCESSES ?= 3
 # What to make shorter first.
 SLOW := --durations 40 --durations-min 2
 
-.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly nightly-status fuzz crowd clients deployments programs screenshots simulate model mutations emulator clean
+.PHONY: serve test coverage check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly nightly-status fuzz crowd clients deployments programs screenshots simulate model mutations emulator clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -33,12 +36,16 @@ test: $(STAMP)  ## run all tests, or those that ARGS names
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_EACH_PUSH=1 LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal $(SLOW)
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report
+	LOCKSTEP_EACH_PUSH=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal $(SLOW) $(addprefix --ignore=,$(MESH_ONLY))
 	LOCKSTEP_EACH_PUSH=1 $(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(SLOW) $(MESH_TESTS)
 endif
+
+coverage: $(STAMP)  ## branch coverage of the rooms that decide, by their own tests; fails if it has fallen (two minutes)
+	rm -rf build/coverage && mkdir -p build/coverage
+	LOCKSTEP_NIGHTLY=0 LOCKSTEP_EACH_PUSH=1 LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal \
+		tests/coordinator tests/engine/scheduling tests/router/dispatch
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 house: $(STAMP)  ## measures of the code's structure: classes, functions, names, repeated lines, rooms, pages
 	$(BIN)/python -m tests.house $(ARGS)

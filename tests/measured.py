@@ -1,7 +1,8 @@
 """Branch coverage of the rooms that decide, by their own tests: ``LOCKSTEP_COVERAGE=1``, in xdist's workers.
 
-Tracing every test costs half of their time again (Python 3.11 has no cheaper way), so for each push these rooms
-alone are measured: they hold the decisions, and most of what they do takes no model. At night all are.
+``make coverage`` sets it, which ``make nightly`` runs. Tracing a test takes one and a half times its own time
+again (Python 3.11 has no cheaper way), so no push waits for it, and these rooms alone are measured: they hold
+the decisions, and most of what they do takes no model.
 """
 
 from __future__ import annotations
@@ -12,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.nightly import NIGHTLY
-
 ROOT = Path(__file__).parent.parent
-DECIDING = ["coordinator", "engine/scheduling", "router/dispatch"]
-ALL = ["coordinator", "engine", "lockstep", "parallel", "router"]
-MEASURED = ALL if NIGHTLY else DECIDING
+MEASURED = ["coordinator", "engine/scheduling", "router/dispatch"]
 SCHEDULES = 5
-"""Random schedules of a property that are traced for each push.
+"""Random schedules of a property that are traced.
 
 Each costs five times as much traced, and later ones run the same lines.
 """
@@ -29,7 +26,7 @@ def is_traced(item: pytest.Item) -> bool:
     """Whether a test is of a measured room, and no later random schedule."""
     drawn = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     number = drawn.get("seed", drawn.get("first", 0))
-    if not NIGHTLY and isinstance(number, int) and number >= SCHEDULES:
+    if isinstance(number, int) and number >= SCHEDULES:
         return False
     return any(item.path.is_relative_to(ROOT / "tests" / each) for each in MEASURED)
 

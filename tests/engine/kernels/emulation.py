@@ -32,10 +32,10 @@ class Emulation:
     on: Kind
     """The kind whose instructions are all that the rest needs."""
     header: Path
-    level: str = "-O3"
-    """How much the compiler optimizes; less takes half of its time.
+    level: str = "-O1"
+    """How much the compiler optimizes; ``-O3`` takes twice the time.
 
-    Sums of products may have other bits: with ``-O1`` no product and sum become one instruction.
+    Sums of products may have other bits: with ``-O1`` alone no product and sum become one instruction.
     """
 
     @property
@@ -54,14 +54,15 @@ class Emulation:
         return shlex.join([*level_last, "-include", str(self.header), "-Wno-psabi", f"-DEMULATED=0x{digest}"])
 
     @contextmanager
-    def kernels(self) -> Iterator[library.KernelLibrary]:
-        """Kernels of the emulated kind.
+    def kernels(self, *, emulates: bool = True) -> Iterator[library.KernelLibrary]:
+        """Kernels of the emulated kind, or of the CPU's own instructions for it.
 
         Meanwhile they are the ones that :func:`library.load` returns, and the CPU's features include it.
         """
         features = compiler.cpu_flags() | KINDS[self.kind].needs
+        command = {"CXX": self.command()} if emulates else {}
         with (
-            mock.patch.dict(os.environ, {"CXX": self.command(), library.OFF: self.kind}),
+            mock.patch.dict(os.environ, {**command, library.OFF: self.kind}),
             mock.patch.object(compiler, "cpu_flags", return_value=features),
             mock.patch.object(compiler, "TIMEOUT", compiler.TIMEOUT_AHEAD),
         ):
@@ -76,11 +77,13 @@ class Emulation:
         library.load()
 
 
-TILES = Emulation("amx", "avx512", Path(__file__).with_name("emulated_tiles.hpp"))
+TILES = Emulation(
+    "amx", "avx512", Path(__file__).with_name("emulated_tiles.hpp"), "-O1 -fexpensive-optimizations"
+)
 """Tiles of AMX."""
-WIDE = Emulation("avx512f", "avx2", Path(__file__).with_name("emulated_avx512.hpp"), "-O1")
+WIDE = Emulation("avx512f", "avx2", Path(__file__).with_name("emulated_avx512.hpp"))
 """Vectors of AVX-512, without its products of bfloat16 and of bytes."""
-VNNI = Emulation("avxvnni", "avx2", Path(__file__).with_name("emulated_vnni.hpp"), "-O1")
+VNNI = Emulation("avxvnni", "avx2", Path(__file__).with_name("emulated_vnni.hpp"))
 """The product of bytes of AVX-VNNI."""
 
 

@@ -24,6 +24,7 @@ from tests.engine.kernels.test_kernels import BLOCK_SIZE, SCENARIO, everything, 
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import load
 from tests.engine.tiny_models import make_tiny_model
+from tests.nightly import NIGHTLY
 
 pytestmark = pytest.mark.skipif(
     not WIDE.is_possible or library.load() is None, reason="no AVX2, or no g++, here"
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.bfloat16]
 FUNCTIONS = """
 #include "core/contract.hpp"
-#include "products/products.hpp"
+#include "core/vectors.hpp"
 extern "C" void round_one(uint16_t* out, const float* in) { store_bfloat16(out, load(in), Mask(0xffff)); }
 extern "C" void round_two(uint16_t* out, const float* in) { store_bfloat16(out, load(in), load(in + 16)); }
 extern "C" void round_and_widen(float* out, const float* in) { store(out, rounded_to_bfloat16(load(in))); }
@@ -47,7 +48,11 @@ extern "C" void multiply_bytes(float* sum, const void* a, const void* b) {
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[library.KernelLibrary]:
-    with WIDE.kernels() as kernels:
+    """The kernels; for each push by the CPU's own instructions where it has them.
+
+    Other tests compile those as well, and the emulator's take twice the time.
+    """
+    with WIDE.kernels(emulates=NIGHTLY or not KINDS["avx512f"].needs <= compiler.cpu_flags()) as kernels:
         yield kernels
 
 
