@@ -86,7 +86,7 @@ def make_app(
         runs = Runs(store, mesh, handlers, metrics, window=config.resume_window, ttl=config.store_ttl)
         lines = line_handlers(generating, pooled)
         batches = batch_runs(store.database, mesh, config, metrics, lines)
-        stored = stored_routes(runs, config, handlers) + batch_routes(batches, config)
+        stored = stored_routes(runs, config, models, handlers) + batch_routes(batches, config)
         work = StoreWork(runs, batches)
     routes = stored + _routes(generating, replaying, endpoints, server)
     routes += ollama_routes(OllamaGenerating(understanding, answering, models), config, models)

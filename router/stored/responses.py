@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from router.stored.replayed_body import Handler, with_body
 from router.stored.runs import NewAnswer, Purpose, Run, RunRequest, Runs, tenant_of
 from router.stored.store import AnswerState, StoredAnswer, id_of, key_of
 from router.stored.streams import NO_SUCH_ANSWER, PREFIXES, Streams, begun
+from router.text.text_models import TextModels
 
 QUEUED, CANCELLED, FAILED, IN_PROGRESS = "queued", "cancelled", "failed", "in_progress"
 
@@ -61,6 +63,7 @@ class StoredResponses:
         streams: Streams,
         conversations: ConversationStore,
         config: HttpConfig,
+        models: TextModels,
         handler: Handler,
     ) -> None:
         """``handler``: answers a response that is not stored, and makes those that are."""
@@ -68,6 +71,7 @@ class StoredResponses:
         self._streams = streams
         self._conversations = conversations
         self._config = config
+        self._models = models
         self._handler = handler
 
     def __repr__(self) -> str:
@@ -107,7 +111,7 @@ class StoredResponses:
             if fields.stream:
                 return self._streams.response(run, 0)
             if purpose is Purpose.BACKGROUND:
-                return json_response(encode(_unfinished(id, run.request, QUEUED)))
+                return json_response(encode(await self._unfinished(id, run.request, QUEUED)))
             return await self._whole(run)
 
     def _purpose(self, request: Request, fields: _Fields) -> Purpose | None:
@@ -151,7 +155,7 @@ class StoredResponses:
         """``GET /v1/responses/{id}``."""
         id, tenant, query = request.path_params["id"], tenant_of(request), request.query_params
         if query.get("stream", "false") not in ("true", "1"):
-            return json_response(_answer(await self._row(id, tenant)))
+            return json_response(await self._answer(await self._row(id, tenant)))
         after = query.get("starting_after")
         count = 0 if after is None else number_of(after, "starting_after") + 1
         return await self._streams.behind(id, tenant, count)
@@ -170,15 +174,37 @@ class StoredResponses:
             refuse("Only responses with background: true can be cancelled.", "background")
         if row.state is AnswerState.RUNNING:
             id = id_of(row.id)
-            await self._runs.cancel(row.id, encode(_unfinished(id, again, CANCELLED)))
+            await self._runs.cancel(row.id, encode(await self._unfinished(id, again, CANCELLED)))
             row = await self._row(id, row.tenant)
-        return json_response(_answer(row))
+        return json_response(await self._answer(row))
 
     async def input_items(self, request: Request) -> Response:
         """``GET /v1/responses/{id}/input_items``."""
         row = await self._row(request.path_params["id"], tenant_of(request))
         items = msgspec.json.decode(row.input or b"[]", type=list[Item])
         return json_response(encode(page_of_items(request, items)))
+
+    async def _answer(self, row: StoredAnswer) -> bytes:
+        """The response as it is now."""
+        again, id = _request_of(row), id_of(row.id)
+        if row.state is AnswerState.RUNNING:
+            return encode(await self._unfinished(id, again, IN_PROGRESS))
+        if (row.state is AnswerState.FAILED and row.events in (None, b"")) or not row.answer:
+            return encode(await self._unfinished(id, again, FAILED))
+        if row.answer.startswith(b'{"error":{"message"'):
+            response = await self._unfinished(id, again, FAILED)
+            message = msgspec.json.decode(row.answer, type=ErrorBody).error.message
+            response.error = wire.ResponseError("server_error", message)
+            return encode(response)
+        return row.answer
+
+    async def _unfinished(self, id: str, again: RunRequest, status: str) -> wire.ResponseObject:
+        """A response without output, with the values that its answer will have."""
+        try:
+            model = await self._models.get(None)
+        except ApiError:  # no instance is there: what the request has is all that is known
+            return _unfinished(id, again, status, "", {})
+        return _unfinished(id, again, status, model.name, model.defaults)
 
     async def _row(self, id: str, tenant: str, param: str | None = None) -> StoredAnswer:
         """The row of a response.
@@ -200,36 +226,23 @@ def _request_of(row: StoredAnswer) -> RunRequest:
     return msgspec.msgpack.decode(row.request, type=RunRequest)
 
 
-def _answer(row: StoredAnswer) -> bytes:
-    """The response as it is now."""
-    again, id = _request_of(row), id_of(row.id)
-    if row.state is AnswerState.RUNNING:
-        return encode(_unfinished(id, again, IN_PROGRESS))
-    if (row.state is AnswerState.FAILED and row.events in (None, b"")) or not row.answer:
-        return encode(_unfinished(id, again, FAILED))
-    if row.answer.startswith(b'{"error":{"message"'):
-        response = _unfinished(id, again, FAILED)
-        message = msgspec.json.decode(row.answer, type=ErrorBody).error.message
-        response.error = wire.ResponseError("server_error", message)
-        return encode(response)
-    return row.answer
-
-
-def _unfinished(id: str, again: RunRequest, status: str) -> wire.ResponseObject:
-    """A response without output."""
+def _unfinished(
+    id: str, again: RunRequest, status: str, model: str, defaults: Mapping[str, Any]
+) -> wire.ResponseObject:
+    """A response without output; ``defaults``: the model's, for what its request leaves out."""
     asked = msgspec.json.decode(again.body, type=wire.ResponsesRequest)
     return wire.ResponseObject(
         id=id,
         created_at=again.created,
-        model=asked.model or "",
+        model=asked.model or model,
         status=status,
         output=[],
         usage=None,
         instructions=asked.instructions,
         max_output_tokens=asked.max_output_tokens,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
+        temperature=defaults.get("temperature", 1.0) if asked.temperature is None else asked.temperature,
+        top_p=defaults.get("top_p", 1.0) if asked.top_p is None else asked.top_p,
         top_logprobs=asked.top_logprobs or 0,
         tools=asked.tools or [],
         tool_choice=asked.tool_choice or "auto",

@@ -14,6 +14,7 @@ from router.stored.replayed_body import Handler
 from router.stored.responses import StoredResponses
 from router.stored.runs import Runs
 from router.stored.streams import Streams
+from router.text.text_models import TextModels
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -23,11 +24,13 @@ PATHS = {
 """Paths whose streams may be resumable, by the name of their handler."""
 
 
-def stored_routes(runs: Runs, config: HttpConfig, handlers: Mapping[str, Handler]) -> list[Route]:
+def stored_routes(
+    runs: Runs, config: HttpConfig, models: TextModels, handlers: Mapping[str, Handler]
+) -> list[Route]:
     """Routes that stand before those of the same paths without a store."""
     streams = Streams(runs, config)
     conversations = ConversationStore(runs.store.database, config.store_ttl)
-    responses = StoredResponses(runs, streams, conversations, config, handlers["responses"])
+    responses = StoredResponses(runs, streams, conversations, config, models, handlers["responses"])
     endpoints = ConversationEndpoints(conversations, config)
     return [
         *(

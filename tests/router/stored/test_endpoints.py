@@ -44,7 +44,7 @@ def closed_clients() -> Iterator[None]:
 @pytest.fixture
 def stored(served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str) -> Iterator[Server]:
     store = AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False))
-    config = HttpConfig(api_key=KEYS)
+    config = HttpConfig(api_key=KEYS, override_generation_config='{"temperature": 0.5, "top_p": 0.25}')
     with serving(
         FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)), config, store
     ) as server:
@@ -188,8 +188,10 @@ def test_a_response_in_the_background_is_polled_and_cancelled(stored: Server) ->
         assert client.responses.cancel(slow.id).status == "cancelled"
     stored.wait_until_idle()
     stored.mesh.delay = 0.0
-    done = client.responses.create(model="tiny", input="Hello", background=True)
+    done = client.responses.create(input="Hello", background=True)
     until(lambda: client.responses.retrieve(done.id).status == "completed")
+    for one in (slow, client.responses.retrieve(slow.id), done, client.responses.retrieve(done.id)):
+        assert (one.model, one.temperature, one.top_p) == ("tiny", 0.5, 0.25), one.status
     assert client.responses.retrieve(done.id).output_text == SAID
     assert client.responses.cancel(done.id).status == "completed"
     stored_one = client.responses.create(model="tiny", input="Hello", store=True)
