@@ -89,6 +89,10 @@ class ApiError(Exception):
         return f"<ApiError {self.status} {self.kind}: {self}>"
 
 
+class AsSent(ApiError):
+    """Error that names fields as the client sent them; :func:`in_terms_of` leaves it as it is."""
+
+
 class ClientGone(Exception):
     """The client hung up, or stopped reading: there is no one to answer."""
 
@@ -102,11 +106,20 @@ def refuse(message: str, param: str | None = None) -> NoReturn:
     raise bad_request(message, param)
 
 
+def refuse_misnamed(request: object, names: Mapping[str, str]) -> None:
+    """Refuse set fields of other endpoints; ``names``: what to use here instead."""
+    for name, instead in names.items():
+        if getattr(request, name, None):
+            raise AsSent(400, f"{name} is not supported here: {instead}.", param=name)
+
+
 @contextlib.contextmanager
 def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
     """Raise errors about fields again under the names that the client knows them by."""
     try:
         yield
+    except AsSent:
+        raise
     except ApiError as error:
         message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
         param = names.get(error.param, error.param) if error.param else None

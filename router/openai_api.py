@@ -119,6 +119,11 @@ class GenerationRequest(MoreFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    """Chat's newer name of ``max_tokens``, over which it goes."""
+    max_output_tokens: Any = None
+    """Refused, like the next one: names that other endpoints have."""
+    stop_sequences: Any = None
     stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -140,7 +145,7 @@ class GenerationRequest(MoreFields, kw_only=True):
     @property
     def max_tokens_field(self) -> str:
         """Field that ``max_tokens`` was given in, for errors."""
-        return "max_tokens"
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -154,6 +159,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """First prompt token whose log-probability is wanted with ``prompt_logprobs``; those before are null."""
     return_routed_experts: bool | None = None
     """Whether the answer is to have the experts of each token."""
+    top_logprobs: Any = None
+    """Refused, like the next one where it asks for anything."""
+    tools: Any = None
 
 
 class OpenEndedCompletion(CompletionRequest, kw_only=True):
@@ -164,7 +172,6 @@ class OpenEndedCompletion(CompletionRequest, kw_only=True):
 
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
@@ -190,10 +197,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     web_search_options: Any = None
 
     prompt_field: ClassVar[str] = "messages"
-
-    @property
-    def max_tokens_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

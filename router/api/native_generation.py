@@ -19,7 +19,7 @@ from router.api.answers import DONE, Answer, AnswerFacts, encode, event, weight_
 from router.api.routed_experts import readers_of
 from router.api.token_generation import LEAST_LOGPROB
 from router.api.understanding import Understood
-from router.errors import ApiError, error_body, refuse
+from router.errors import ApiError, AsSent, error_body, refuse
 from router.mesh import STARTING_WEIGHTS
 from router.openai_api import CompletionRequest, Int
 from router.text.output_stream import OutputStream, TextPiece, join
@@ -169,7 +169,9 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     known = SAME | RENAMED.keys() | GRAMMARS.keys() | IGNORED
     unknown = sorted(name for name in set_ones.keys() - known if set_ones[name] not in (False, [], {}))
     if unknown:
-        refuse(f"sampling_params has {', '.join(unknown)}, which is not supported.", "sampling_params")
+        instead = [f"use {NAMES[name]}" for name in unknown if NAMES.get(name) in RENAMED]
+        remark = ": ".join(["which is not supported", *instead[:1]])
+        raise AsSent(400, f"sampling_params has {', '.join(unknown)}, {remark}.", param="sampling_params")
     found = {name: set_ones[name] for name in SAME & set_ones.keys()}
     found |= {other: set_ones[name] for name, other in RENAMED.items() if name in set_ones}
     if found.get("top_k") == -1:

@@ -74,7 +74,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
     try:
         params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
     except BadParameter as error:
-        names = {"logprobs": "top_logprobs", "max_tokens": request.max_tokens_field} if is_chat else {}
+        names = {"max_tokens": request.max_tokens_field} | ({"logprobs": "top_logprobs"} if is_chat else {})
         with in_terms_of(names):
             raise bad_request(str(error), error.param) from error
     if sum(map(len, stop)) > MAX_STOP_CHARACTERS:

@@ -49,6 +49,8 @@ UNSUPPORTED = {
     "session_params": "send the whole conversation",
     "return_hidden_states": "",
     "audio": "answers are text",
+    "max_output_tokens": "use max_tokens",
+    "stop_sequences": "use stop",
 }
 """Fields refused when their value would matter, with what to use instead."""
 
@@ -66,6 +68,10 @@ def check(request: ChatRequest | CompletionRequest) -> None:
 
 
 def _check_completion(request: CompletionRequest) -> None:
+    if request.top_logprobs:
+        refuse("top_logprobs is for chats: use logprobs.", "top_logprobs")
+    if request.tools:
+        refuse("tools are for chats: send messages to /v1/chat/completions.", "tools")
     if request.prompt is None:
         refuse("prompt is required.", "prompt")
     if request.thinking_token_budget not in (None, -1):
@@ -77,8 +83,6 @@ def _check_completion(request: CompletionRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
-    if request.max_completion_tokens is not None:
-        request.max_tokens = request.max_completion_tokens
     if not request.messages:
         refuse("messages must not be empty.", "messages")
     if request.stream and request.prompt_logprobs is not None:
@@ -108,6 +112,8 @@ def _check_chat(request: ChatRequest) -> None:
 
 
 def _check_common(request: GenerationRequest) -> None:
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
         refuse("stream_options needs stream to be true.", "stream_options")
     for name, instead in UNSUPPORTED.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from router.api.anthropic_messages.tools import CHANGES, REFERENCE, offered
 from router.api.anthropic_messages.wire import CountTokensRequest, MessagesRequest
-from router.errors import ApiError, refuse
+from router.errors import ApiError, refuse, refuse_misnamed
 from router.images.parts import LocatedPart
 from router.openai_api import MOST, ChatRequest, MoreFields
 
@@ -25,6 +25,14 @@ UNSUPPORTED = {
     "compaction": "ask for a summary in a message",
 }
 """Fields refused when their value would matter, with what to do instead."""
+MISNAMED = {
+    "stop": "use stop_sequences",
+    "max_completion_tokens": "use max_tokens",
+    "logprobs": "ask /v1/chat/completions for them",
+    "response_format": "use output_config.format",
+    "reasoning_effort": "use output_config.effort",
+}
+"""Fields of chats that are refused, with what to use instead."""
 BILLING_LINE = "x-anthropic-billing-header:"
 """Beginning of the first line of Claude Code's instructions.
 
@@ -79,6 +87,9 @@ def _check(request: CountTokensRequest) -> None:
         refuse("thinking.type must be enabled, disabled or adaptive.", "thinking")
     if (request.thinking or {}).get("display") not in DISPLAYS:
         refuse("thinking.display must be summarized, updates or omitted.", "thinking")
+    refuse_misnamed(request, MISNAMED)
+    if getattr(request, "n", None) not in (None, 1):
+        refuse("n must be 1: a message has one answer.", "n")
     for name, instead in UNSUPPORTED.items():
         if getattr(request, name):
             refuse(f"{name} is not supported: {instead}.", name)

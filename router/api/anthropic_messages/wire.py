@@ -40,6 +40,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     metadata: dict[str, Any] | None = None
     output_format: Any = None
+    # Of chats: refused when set to anything that would matter.
+    stop: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    logprobs: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
 
 
 # ---- answers

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from router.api.responses.history import history
 from router.api.responses.tools import ChatTools, ToolName, chat_tool_choice, chat_tools
 from router.api.responses.wire import ResponsesRequest
-from router.errors import refuse
+from router.errors import refuse, refuse_misnamed
 from router.openai_api import ChatRequest, MoreFields
 
 KEPT = ("previous_response_id", "previous_response", "conversation", "background", "prompt")
@@ -23,6 +23,16 @@ UNSUPPORTED = {
     "previous_input_messages": "send them as input",
 }
 """Fields refused when their value would matter, with why, or what to do instead."""
+
+MISNAMED = {
+    "messages": "use input",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "logprobs": "use top_logprobs",
+    "response_format": "use text.format",
+    "reasoning_effort": "use reasoning.effort",
+}
+"""Fields of chats that are refused, with what to use instead."""
 
 NAMES = {
     "messages": "input",
@@ -81,6 +91,9 @@ def translated(request: ResponsesRequest, *, is_resolved: bool = False) -> Trans
 
 
 def _check(request: ResponsesRequest, refused: Sequence[str]) -> None:
+    refuse_misnamed(request, MISNAMED)
+    if request.n not in (None, 1):
+        refuse("n must be 1: a response has one answer.", "n")
     for name in refused:
         if getattr(request, name):
             refuse(f"{name} is not supported: answers are not kept, send the whole conversation.", name)

@@ -38,7 +38,15 @@ class ResponsesRequest(MoreFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: Int | None = None
     """Most calls of tools that a server runs itself, of which there are none."""
-    # Refused when set to anything that would matter.
+    # Of chats: refused when set to anything that would matter.
+    messages: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    logprobs: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+    # Refused, too.
     context_management: Any = None
     enable_response_messages: Any = None
     previous_input_messages: Any = None

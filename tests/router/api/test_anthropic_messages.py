@@ -521,6 +521,12 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"tools": [TOOLS[0] | {"allowed_callers": "indirect"}]}, "allowed_callers leaves out direct"),
         ({"output_config": {"effort": 5}}, "output_config.effort must be a string"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet"),
+        ({"stop": ["a"]}, "stop is not supported here: use stop_sequences."),
+        ({"max_completion_tokens": 5}, "max_completion_tokens is not supported here: use max_tokens."),
+        ({"response_format": {"type": "json_object"}}, "use output_config.format"),
+        ({"reasoning_effort": "low"}, "use output_config.effort"),
+        ({"logprobs": True}, "logprobs is not supported here"),
+        ({"n": 2}, "n must be 1: a message has one answer"),
     ],
 )  # fmt: skip
 def test_what_is_refused(talking_server: Server, fields: dict[str, Any], message: str) -> None:

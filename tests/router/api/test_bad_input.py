@@ -34,6 +34,8 @@ def refused(answer: httpx2.Response, message: str, param: str | None = None) -> 
 
 
 COMMON: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_output_tokens": 5}, "max_output_tokens is not supported: use max_tokens", "max_output_tokens"),
+    ({"stop_sequences": ["a"]}, "stop_sequences is not supported: use stop.", "stop_sequences"),
     ({"max_tokens": "5"}, "Expected `int | null`, got `str`", "max_tokens"),
     ({"max_tokens": 1.5}, "Expected `int | null`, got `float`", "max_tokens"),
     ({"max_tokens": True}, "got `bool`", "max_tokens"),
@@ -216,6 +218,9 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
 
 COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt is required", "prompt"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens must be at least 0", "max_completion_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs is for chats: use logprobs", "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools are for chats", "tools"),
     ({"prompt": ""}, "The prompt is empty", "prompt"),
     ({"prompt": []}, "The prompt is empty", "prompt"),
     ({"prompt": [[]]}, "The prompt is empty", "prompt"),

@@ -189,6 +189,12 @@ def test_all_log_probabilities(served: ServedModel, tokenizer: Tokenizer) -> Non
         assert len(choice["logprobs"]["top_logprobs"][0]) == 3
 
 
+def test_chats_name_of_max_tokens_goes_over_it(server: Server) -> None:
+    for fields in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
+        assert server.post("/v1/completions", {"prompt": "Hello"} | fields).status_code == 200
+        assert server.mesh.prompts[-1].params.max_tokens == 3
+
+
 @pytest.mark.parametrize("max_tokens", [0, 50])
 def test_an_echo_of_token_ids_has_its_special_tokens(server: Server, max_tokens: int) -> None:
     body = {"prompt": [BOS, IM_START, 100], "echo": True, "logprobs": 0, "max_tokens": max_tokens}

@@ -144,6 +144,13 @@ def test_what_cannot_be_answered_is_refused(server: Server, fields: dict[str, An
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(("name", "instead"), [("max_tokens", "max_new_tokens"), ("seed", "sampling_seed")])
+def test_names_of_completions_are_refused_as_they_were_sent(server: Server, name: str, instead: str) -> None:
+    error = ask(server, sampling_params={name: 3}).json()["error"]
+    expected = f"sampling_params has {name}, which is not supported: use {instead}."
+    assert (error["message"], error["param"]) == (expected, "sampling_params")
+
+
 def test_it_has_no_capsules(server: Server) -> None:
     body = {"text": "Hello"}
     response = server.client.post("/generate", json=body, headers={"x-lockstep-capsule": "1"})

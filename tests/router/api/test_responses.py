@@ -269,6 +269,13 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet", "vllm_xargs"),
         ({"bad_words": [" "]}, "bad_words must not be empty", "bad_words"),
         ({"guided_regex": "("}, "unclosed group", "guided_regex"),
+        ({"max_tokens": 5}, "max_tokens is not supported here: use max_output_tokens.", "max_tokens"),
+        ({"max_completion_tokens": 5}, "use max_output_tokens", "max_completion_tokens"),
+        ({"response_format": {"type": "json_object"}}, "use text.format", "response_format"),
+        ({"reasoning_effort": "low"}, "use reasoning.effort", "reasoning_effort"),
+        ({"logprobs": True}, "use top_logprobs", "logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "use input", "messages"),
+        ({"n": 2}, "n must be 1: a response has one answer", "n"),
         ({"model": "x"}, "does not exist", "model"),
     ],
 )  # fmt: skip
@@ -288,7 +295,7 @@ def test_fields_that_are_accepted(client: openai.OpenAI, say: Speaker) -> None:
         model="tiny", input="Hello", store=True, user="me", top_p=0.9, truncation="disabled",
         reasoning={"effort": "low"}, text={"format": {"type": "text"}}, service_tier="auto",
         include=["reasoning.encrypted_content"], tool_choice="auto", parallel_tool_calls=False,
-        extra_body={"seed": 5, "top_k": 3, "logit_bias": {"7": -5}, "stop_token_ids": [9],
+        extra_body={"n": 1, "max_tokens": None, "logprobs": False, "seed": 5, "top_k": 3, "logit_bias": {"7": -5}, "stop_token_ids": [9],
                     "chat_template_kwargs": {"enable_thinking": True}},
     )  # fmt: skip
     assert answer.model_extra is not None
