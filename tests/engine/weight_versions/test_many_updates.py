@@ -21,7 +21,7 @@ from tests.nightly import NIGHTLY
 __all__ = ["is_cheap", "model"]
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
-UPDATES = 20
+UPDATES = 20 if NIGHTLY else 8
 PREFIXES = [[(7 + 2 * each) * number % 380 + 5 for number in range(96)] for each in range(3)]
 
 

@@ -141,7 +141,15 @@ def schedules(bug: type[Any]) -> Iterator[int]:
             yield seed
 
 
-@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+LONG = {MovesWhileAGroupForms}
+"""Bugs whose schedules take seconds each: looked for at night."""
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=[pytest.mark.nightly] if bug in LONG else []) for bug in PLANTED],
+    ids=lambda bug: bug.__name__,
+)
 def test_planted_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     where, rules = PLANTED[bug]
     monkeypatch.setattr(where, bug)
