@@ -42,6 +42,8 @@ FOLLOW_SECONDS = 0.05
 EXPIRY_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 """Pause of an adopted run that no instance takes."""
+REFUSED_SECONDS = 10.0
+"""Time for adapters of adopted runs."""
 REPEATED_HEADERS = (b"x-data-parallel-rank", b"x-session-affinity", b"x-session-id", b"x-lockstep-capsule")
 """Request headers that change an answer or its instance; ``x-request-timeout`` is for one connection."""
 
@@ -120,7 +122,7 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.cancelled = False
         self._readers = 0
-        self._left_at = time.monotonic()
+        self.begun_at = self._left_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<Run {self.id}: {self.log}, {self._readers} readers>"
@@ -370,18 +372,24 @@ class Runs:
     async def _remade(self, run: Run, continues: Callable[[], Awaitable[bool]]) -> None:
         run.log.rewind()
         repeat_ids(run.request.seed)
-        if run.request.model != fingerprint_of(self._mesh):
-            if not await continues():
-                error = ApiError(409, "The model has changed since this answer began.")
-                await self._store_end(run, error)
-                run.log.end(error)
-            return
+        if self._mesh.model is None:
+            raise _Unavailable("nobody has said yet which model is served")
         recorded = await self.store.tokens(run.key, 0)
         journal = Journal(run.key, self.store, recorded, continues, lambda: self._lost(run))
         try:
+            if run.request.model != fingerprint_of(self._mesh):
+                raise ApiError(409, "The model has changed since this answer began.")
             response, scope = await self._handled(run, journal)
         except MeshError as error:
             raise _Unavailable from error
+        except ApiError as error:
+            is_early = error.status == 404 and time.monotonic() - run.begun_at < REFUSED_SECONDS
+            if error.status == 503 or is_early:
+                raise _Unavailable from error
+            if not await continues():  # its router is dead; a living one goes on
+                await self._store_end(run, error)
+                run.log.end(error)
+            return
         await self._made(run, response, scope, retries=True)
 
     async def _ended_elsewhere(self, run: Run) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 
 from engine.messages import Delta, FinishReason
 from router.config import HttpConfig
 from router.mesh import Prompt, ServedModel
+from router.stored import runs
 from router.stored.database import StoreDatabase
 from router.stored.store import AnswerState, AnswerStore, key_of
 from router.text.tokens import Tokenizer
@@ -315,6 +317,57 @@ def test_a_router_that_was_taken_for_dead_leaves_its_stream_to_the_new_owner(
         first.wait_until_idle()
     for store in (lost, owner):
         store.database.close()
+
+
+def test_a_router_that_knows_no_model_yet_ends_no_answer_of_a_dead_one(
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
+) -> None:
+    """A whole mesh starts again, and clients come back before its instances."""
+    before, after = (
+        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    model = msgspec.structs.replace(served, fingerprint="a digest")
+    slow, fresh = (FakeMesh(model, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 30.0
+    config = HttpConfig(api_key=KEYS)
+    with serving(slow, config, before) as first, serving(fresh, config, after) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        before.database.close()  # as at its death
+        fresh.model = None
+        found: list[bytes] = []
+        path = f"/v1/responses/{begun.id}?stream=true"
+        key = {"authorization": "Bearer one"}
+        reader = threading.Thread(
+            target=lambda: found.append(second.client.get(path, headers=key, timeout=60.0).content)
+        )
+        reader.start()
+        reader.join(1.5)
+        assert not found, "nobody can know yet whether the model is another one"
+        fresh.model = model
+        reader.join(60.0)
+        assert b"event: response.completed" in found[0], found
+    after.database.close()
+
+
+def test_an_answer_that_a_later_router_refuses_ends_with_its_reason(
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mesh that starts again may lack an adapter, or name its model otherwise."""
+    monkeypatch.setattr(runs, "REFUSED_SECONDS", 1.0)
+    before, after = (
+        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 30.0
+    fresh.model = msgspec.structs.replace(served, names=("another",))
+    config = HttpConfig(api_key=KEYS)
+    with serving(slow, config, before) as first, serving(fresh, config, after) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        before.database.close()  # as at its death
+        path = f"/v1/responses/{begun.id}"
+        until(lambda: get(second, path).json()["status"] == "failed")
+        assert "`tiny` does not exist" in get(second, path).text
+    after.database.close()
 
 
 def test_a_refused_request_is_not_stored(stored: Server) -> None:
