@@ -9,13 +9,17 @@ STAMP  := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 # Files with tests that start processes. Long ones come first and short ones last, so that the processes which take
-# file after file end at about the same time.
+# file after file end at about the same time. Those that share the mesh of
+# tests/mesh/conftest.py come last: each process has one until it ends, and a mesh at rest takes 4% of a core.
 MESH_FILES = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py')))
 MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
              $(patsubst %,tests/mesh/clients/test_%.py,apis bad_input observability structured)
+MESH_KEPT  = $(sort $(shell grep -rl 'mesh.conftest import Mesh' tests --include='test_*.py'))
 MESH_LONG  = tests/mesh/running/test_two_hosts.py tests/mesh/faults/test_chaos.py tests/mesh/faults/test_recovery.py \
              tests/mesh/clients/test_dashboard.py tests/parallel/test_communicators.py tests/engine/executor/test_mp.py
-MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES)) $(filter $(MESH_SHORT),$(MESH_FILES))
+MESH_OWN   = $(filter-out $(MESH_LONG) $(MESH_KEPT),$(MESH_FILES))
+MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_SHORT),$(MESH_OWN)) $(filter $(MESH_SHORT),$(MESH_OWN)) \
+             $(filter-out $(MESH_SHORT),$(MESH_KEPT)) $(filter $(MESH_SHORT),$(MESH_KEPT))
 
 # Those of them that have no other tests: no process loads them for nothing.
 MESH_ONLY = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rlzP '\npytestmark = (\[[^]]*)?pytest\.mark\.mesh\b' tests --include='test_*.py')))
