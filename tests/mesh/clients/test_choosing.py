@@ -19,6 +19,8 @@ pytestmark = pytest.mark.mesh
 
 SLOTS, QUEUE = 2, 1
 LIMITED = 5
+SERVED = 250
+"""Tokens of an answer that lasts for long beside a refusal."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def test_a_full_mesh_refuses_at_once_and_no_more_are_let_in_than_fit(url: str) -
     async def crowd() -> list[tuple[int, float, dict[str, str]]]:
         async def one() -> tuple[int, float, dict[str, str]]:
             began = time.monotonic()
-            status, _, headers = await post(url, words(rng, 20), 500)
+            status, _, headers = await post(url, words(rng, 20), SERVED)
             return status, time.monotonic() - began, headers
 
         return await asyncio.gather(*(one() for _ in range(24)))
@@ -199,7 +201,7 @@ def test_a_pinned_request_goes_to_its_rank_or_nowhere(url: str) -> None:
     assert "no instance with data-parallel rank 7" in answer["error"]["message"]
 
     async def fill() -> list[int]:
-        tasks = [post(url, [5, 6], 1000, rank=1) for _ in range(SLOTS + QUEUE + 3)]
+        tasks = [post(url, [5, 6], SERVED, rank=1) for _ in range(SLOTS + QUEUE + 3)]
         return sorted(status for status, _, _ in await asyncio.gather(*tasks))
 
     statuses = asyncio.run(fill())

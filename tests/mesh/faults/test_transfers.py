@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,23 @@ pytestmark = [
 FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable-expert-parallel"]
 LENGTH = 1000
 """Tokens of a prompt."""
-PLACES = pytest.mark.parametrize(
-    ("workers", "where"),
-    [
-        ((), "host"),
-        pytest.param(("-tp", "2"), "host", marks=pytest.mark.nightly),
-        pytest.param(("-pp", "2"), "host", marks=pytest.mark.nightly),
-        ((), "device"),
-    ],
-    indirect=["where"],
-    ids=["", "-tp 2", "-pp 2", "device"],
-)
+
+
+def places(*, on_devices: Sequence[pytest.MarkDecorator]) -> pytest.MarkDecorator:
+    """Workers, and caches on the host or on a device, which has these marks."""
+    return pytest.mark.parametrize(
+        ("workers", "where"),
+        [
+            ((), "host"),
+            pytest.param(("-tp", "2"), "host", marks=pytest.mark.nightly),
+            pytest.param(("-pp", "2"), "host", marks=pytest.mark.nightly),
+            pytest.param((), "device", marks=on_devices),
+        ],
+        indirect=["where"],
+        ids=["", "-tp 2", "-pp 2", "device"],
+    )
+
+
 STAGED = "KV blocks are copied through host memory"
 """Line in the log of an instance whose cache is on a device."""
 LONG, MEDIUM, SHORT = 1400, 1000, 400
@@ -72,7 +78,7 @@ def of(ports: Ports, name: str, rank: int, **labels: str) -> float:
     return metrics(ports).get(f"{name}{{{shown}}}", 0.0)
 
 
-@PLACES
+@places(on_devices=[])
 def test_blocks_of_another_instance_spare_computing_and_change_no_bit(
     tmp_path: Path, workers: tuple[str, ...], where: str
 ) -> None:
@@ -150,7 +156,7 @@ def test_blocks_stay_where_they_are_if_that_is_wished(tmp_path: Path) -> None:
         assert command.stop() == 0
 
 
-@PLACES
+@places(on_devices=[pytest.mark.nightly])
 def test_requests_of_a_drained_instance_move_with_their_blocks(
     tmp_path: Path, workers: tuple[str, ...], where: str
 ) -> None:
