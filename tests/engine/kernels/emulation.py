@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -21,6 +21,7 @@ from unittest import mock
 from engine.kernels.core import library
 from parallel import compiler
 from parallel.kernel_kinds import KINDS, Kind
+from tests.nightly import NIGHTLY
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,39 @@ class Emulation:
         """Whether this machine can compile and run it."""
         return KINDS[self.on].needs <= compiler.cpu_flags() and shutil.which("g++") is not None
 
+    def compiler(self) -> list[str]:
+        """The compiler for the CPU's own instructions.
+
+        Of several levels the last one holds, so a shell puts it behind those that kernels are compiled with.
+        """
+        return ["sh", "-c", f'exec g++ "$@" {self.level}', "g++"]
+
     def command(self) -> str:
         """The compiler, told to include the header first.
 
-        The digest is for the cache of compiled kernels, which does not see the header's text. Of several
-        levels the last one holds, so a shell puts it behind those that kernels are compiled with.
+        The digest is for the cache of compiled kernels, which does not see the header's text.
         """
         digest = hashlib.sha256(self.header.read_bytes()).hexdigest()[:16]
-        level_last = ["sh", "-c", f'exec g++ "$@" {self.level}', "g++"]
-        return shlex.join([*level_last, "-include", str(self.header), "-Wno-psabi", f"-DEMULATED=0x{digest}"])
+        header = ["-include", str(self.header), "-Wno-psabi", f"-DEMULATED=0x{digest}"]
+        return shlex.join([*self.compiler(), *header])
+
+    def for_each_push(self) -> AbstractContextManager[library.KernelLibrary]:
+        """Kernels of the kind; emulated at night, and where the CPU lacks its instructions.
+
+        Emulated ones take three times as long to compile.
+        """
+        return self.kernels(emulates=NIGHTLY or not KINDS[self.kind].needs <= compiler.cpu_flags())
 
     @contextmanager
     def kernels(self, *, emulates: bool = True) -> Iterator[library.KernelLibrary]:
-        """Kernels of the emulated kind, or of the CPU's own instructions for it.
+        """Kernels of the kind, emulated or with the CPU's own instructions for it.
 
         Meanwhile they are the ones that :func:`library.load` returns, and the CPU's features include it.
         """
         features = compiler.cpu_flags() | KINDS[self.kind].needs
-        command = {"CXX": self.command()} if emulates else {}
+        command = self.command() if emulates else shlex.join(self.compiler())
         with (
-            mock.patch.dict(os.environ, {**command, library.OFF: self.kind}),
+            mock.patch.dict(os.environ, {"CXX": command, library.OFF: self.kind}),
             mock.patch.object(compiler, "cpu_flags", return_value=features),
             mock.patch.object(compiler, "TIMEOUT", compiler.TIMEOUT_AHEAD),
         ):

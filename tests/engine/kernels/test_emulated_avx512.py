@@ -24,7 +24,6 @@ from tests.engine.kernels.test_kernels import BLOCK_SIZE, SCENARIO, everything, 
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import load
 from tests.engine.tiny_models import make_tiny_model
-from tests.nightly import NIGHTLY
 
 pytestmark = pytest.mark.skipif(
     not WIDE.is_possible or library.load() is None, reason="no AVX2, or no g++, here"
@@ -48,11 +47,7 @@ extern "C" void multiply_bytes(float* sum, const void* a, const void* b) {
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[library.KernelLibrary]:
-    """The kernels; for each push by the CPU's own instructions where it has them.
-
-    Other tests compile those as well, and the emulator's take twice the time.
-    """
-    with WIDE.kernels(emulates=NIGHTLY or not KINDS["avx512f"].needs <= compiler.cpu_flags()) as kernels:
+    with WIDE.for_each_push() as kernels:
         yield kernels
 
 
