@@ -39,7 +39,7 @@ _NO_SWAP = "requests that lose their KV blocks are computed again, nothing is sw
 _PROMPTS = "neither prompts nor answers are logged; the access log has a line for each request"
 _PLACES = "an instance reads the experts that it has, and no others"
 _ALWAYS = "it is always so"
-_NO_SLEEP = "instances do not sleep: end serve and start it again, or lockstep scale to fewer instances"
+_SLEEP = "instances can always sleep, by POST /sleep of the admin API (--admin-port)"
 _NO_STATE = "recurrent states are kept every 64 tokens, as the model computes them"
 _LORA = "adapters are computed beside the model's own products, in its type, and all stay in memory"
 _ONLY_TEXT = "only text is served"
@@ -86,7 +86,8 @@ _IGNORED_SWITCHES = {
     _ONLY_TEXT: (
         "disable-chunked-mm-input", "enable-shm-tensor-arena", "mm-device-do-normalize",
     ),
-    "instances do not sleep": ("sleep-mode-offload-cudagraph", "enable-nccl-comm-suspend"),
+    _SLEEP: ("enable-sleep-mode", "enable-memory-saver"),
+    "devices keep their memory in a sleep": ("sleep-mode-offload-cudagraph", "enable-nccl-comm-suspend"),
     "quantised weights are read by what the checkpoint says, deprecated or not": (
         "allow-deprecated-quantization",
     ),
@@ -94,6 +95,8 @@ _IGNORED_SWITCHES = {
     "/cohere/v2/chat is not served": ("cohere-is-reasoning-model",),
 }  # fmt: skip
 _IGNORED_VALUES = {
+    "all weights come back after a sleep": ("sleep-preserve-parameter-names",),
+    "calls of the admin API (--admin-port) name the way of new weights": ("weight-transfer-config",),
     _PROMPTS: ("max-log-len",),
     _COUNTED: (
         "show-hidden-metrics-for-version", "collect-detailed-traces", "decode-log-interval",
@@ -163,8 +166,8 @@ _REFUSED_SWITCHES = {
         "data-parallel-hybrid-lb", "data-parallel-external-lb", "data-parallel-multi-port-external-lb",
     ),
     "with --kv-cache-dtype each token has scales of its own: leave it out": ("calculate-kv-scales",),
-    _NO_SLEEP: ("enable-sleep-mode",),
-    _NO_RETURN: ("enable-return-routed-experts", "return-sampling-mask"),
+    _NO_RETURN: ("return-sampling-mask",),
+    "requests ask for it, each with return_routed_experts": ("enable-return-routed-experts",),
     "the model chooses its tokens: leave it out": ("enable-trace-replay",),
     "--kv-cache-dir keeps KV blocks in files as well: leave it out": ("enable-hierarchical-cache",),
     "token ids are served beside text, on /inference/v1/generate and /v1/completions: leave it out": (
@@ -195,10 +198,8 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",),
         "disaggregation-transfer-backend": (),
     },
-    _NO_SLEEP: {"sleep-preserve-parameter-names": ()},
     _NO_GRPC: {"grpc-port": ()},
     _NO_RETURN: {"aux-output-config": ("{}",)},
-    "weights are read once: start serve again for others": {"weight-transfer-config": ()},
     "answers are the model's own tokens, without a watermark: leave it out": {"watermark-config": ("{}",)},
     "models that make one token after the other are served: leave it out": {"diffusion-config": ("{}",)},
     "--reasoning-parser says how the model marks its reasoning: leave it out": {"reasoning-config": ("{}",)},

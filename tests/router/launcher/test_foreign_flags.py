@@ -47,7 +47,7 @@ watermark watermark-config weight-transfer-config
 """Flags of ``vllm serve`` 0.32 that came after those of the versions before."""
 OTHERS = (
     "enable-hierarchical-cache", "disaggregation-transfer-backend", "enable-deterministic-inference",
-    "migration-limit",
+    "migration-limit", "enable-memory-saver",
 )  # fmt: skip
 """Flags of SGLang, and one of Dynamo."""
 
@@ -109,6 +109,12 @@ def test_those_of_newer_versions_are_known(name: str) -> None:
         (["-dcp", "1"], "--decode-context-parallel-size 1 ignored: it is always so"),
         (["--cpu-offload-gb", "0.0"], "--cpu-offload-gb 0 ignored"),
         (["--no-fully-sharded-loras"], "--no-fully-sharded-loras ignored: it is always so"),
+        (["--enable-sleep-mode"], "--enable-sleep-mode ignored: instances can always sleep, by POST /sleep"),
+        (["--enable-memory-saver"], "--enable-memory-saver ignored: instances can always sleep"),
+        (
+            ["--weight-transfer-config.backend", "nccl"],
+            '--weight-transfer-config {"backend": "nccl"} ignored: calls of the admin API',
+        ),
         (["--enable-dbo"], "--enable-dbo ignored: the scheduler plans its steps by itself"),
     ],
 )
@@ -132,7 +138,7 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
             ["--cpu-offload-gb", "2"],
             "--cpu-offload-gb 2 is not possible: weights stay in the memory of their",
         ),
-        (["--weight-transfer-config", "{}"], "--weight-transfer-config {} is not possible: weights are read"),
+        (["--enable-return-routed-experts"], "is not possible: requests ask for it, each with return_routed"),
         (["--return-sampling-mask"], "--return-sampling-mask is not possible: answers have tokens"),
         (["--watermark-config.method", "x"], '--watermark-config {"method": "x"} is not possible: answers'),
         (
