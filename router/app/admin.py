@@ -42,11 +42,12 @@ from engine.messages import InstanceReport
 from router.app.adapters import ADAPTER_PATHS, AdapterEndpoints
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
+from router.app.paths import ELASTIC, REBALANCE, RESET, is_admin
 from router.app.refusals import Refusals
-from router.app.rollouts import PATHS, RolloutEndpoints
-from router.app.sleeping import SLEEP_PATHS, SleepEndpoints
-from router.app.weight_transfers import TRANSFER_PATHS, TransferEndpoints
-from router.app.weights_in_use import IN_USE_PATHS, TransferMesh
+from router.app.rollouts import RolloutEndpoints
+from router.app.sleeping import SleepEndpoints
+from router.app.weight_transfers import TransferEndpoints
+from router.app.weights_in_use import TransferMesh
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -57,31 +58,14 @@ from router.http.body import decoder, read_body
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 """Limits of a command's body: bytes and seconds."""
 RETRY_AFTER = "1"
-ELASTIC = "/scale_elastic_ep"
-"""vLLM's path to scale; under the admin API's access check."""
 ELASTIC_TIMEOUT = 600.0
 """Seconds for which ``/scale_elastic_ep`` waits for the new number of instances."""
 LOOK_INTERVAL = 0.5
 """Seconds between two checks whether the new number of instances is reached."""
-REBALANCE = "/eplb/rebalance"
-"""Path that has the coordinator rebalance experts now; under the admin API's access check."""
-RESET = "/reset_prefix_cache"
-"""vLLM's path to forget cached prefixes; under the admin API's access check."""
 RESET_TIMEOUT = 30.0
 """Seconds for all instances to forget cached prefixes, in memory and in files."""
 MAX_REQUESTS = 1000
 """Most requests that ``/admin/requests`` lists."""
-
-
-ADMIN_PATHS = (
-    frozenset({"/admin", ELASTIC, REBALANCE, RESET})
-    | PATHS
-    | TRANSFER_PATHS
-    | IN_USE_PATHS
-    | SLEEP_PATHS
-    | ADAPTER_PATHS
-)
-"""Paths of the admin API beside those that begin with ``/admin/``."""
 
 
 class AdminMesh(TransferMesh, Protocol):
@@ -394,9 +378,8 @@ class AdminGate:
         if scope["type"] != "http":
             return self._endpoint
         path: str = scope["path"]
-        is_admin = path in ADMIN_PATHS or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
-        if not is_admin:
+        if not is_admin(path):
             if not on_admin_port or path in OPEN_PATHS:
                 return self._endpoint
             if not self._serves_all:

@@ -220,6 +220,16 @@ def test_paths_of_what_is_not_built(server: Server, path: str) -> None:
     assert message.startswith(f"This server has no {path}: it serves a model that generates text.")
 
 
+@pytest.mark.parametrize(
+    "path", ["/sleep", "/pause", "/reset_prefix_cache", "/admin/scale", "/scale_elastic_ep"]
+)
+def test_paths_of_the_admin_api_say_where_it_is(server: Server, path: str) -> None:
+    answer = server.post(path, {})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"This server has no {path}: it is part of the admin API (serve --admin-port")
+
+
 @pytest.mark.parametrize("path", ["/favicon.ico", "/foo", "/" + "v1/models" * 5000])
 def test_paths_of_nothing(server: Server, path: str) -> None:
     message = server.client.get(path).json()["error"]["message"]
