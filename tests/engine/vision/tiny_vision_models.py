@@ -80,6 +80,20 @@ def _uncut(tensors: Tensors) -> Tensors:
     return tensors | {"pixel_values": whole, "batch_num_images": torch.tensor([2])}
 
 
+def _idefics(config_class: type) -> VisionFamily:
+    """Idefics3, or another of its form."""
+    return VisionFamily(
+        lambda: config_class(
+            vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+            text_config=hf.LlamaConfig(**TEXT),
+            image_token_id=PLACEHOLDER,
+            scale_factor=2,
+        ),
+        32,
+        _split,
+    )
+
+
 BY_TORCH = ("llama4",)
 """Families that the native kernels do not compute."""
 VISION_FAMILIES = (
@@ -116,26 +130,8 @@ VISION_FAMILIES = (
             16,
             _pixels(1, 3, 32, 32),
         ),
-        "idefics3": VisionFamily(
-            lambda: hf.Idefics3Config(
-                vision_config=TOWER | {"image_size": 32, "patch_size": 4},
-                text_config=hf.LlamaConfig(**TEXT),
-                image_token_id=PLACEHOLDER,
-                scale_factor=2,
-            ),
-            32,
-            _split,
-        ),
-        "smolvlm": VisionFamily(
-            lambda: hf.SmolVLMConfig(
-                vision_config=TOWER | {"image_size": 32, "patch_size": 4},
-                text_config=hf.LlamaConfig(**TEXT),
-                image_token_id=PLACEHOLDER,
-                scale_factor=2,
-            ),
-            32,
-            _split,
-        ),
+        "idefics3": _idefics(hf.Idefics3Config),
+        "smolvlm": _idefics(hf.SmolVLMConfig),
         "mistral3": VisionFamily(
             lambda: hf.Mistral3Config(
                 vision_config=hf.PixtralVisionConfig(**TOWER, image_size=32, patch_size=4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.images.test_images import messages
+from tests.mesh.images.two_instances import two_instances
 
 pytest.importorskip("PIL.Image")
 
@@ -31,14 +31,7 @@ def images_of(metrics: str, rank: int) -> dict[str, int]:
 
 
 def test_the_same_image_again_is_neither_encoded_nor_prefilled(tmp_path: Path) -> None:
-    from tests.engine.vision.tiny_vision_models import make_tiny_chat_model
-
-    ports, directory = Ports(), make_tiny_chat_model(tmp_path / "llava")
-    flags = ["-dp", "2", "--served-model-name", "m", "--dtype", "float32", "--enable-prompt-tokens-details"]
-    with contextlib.ExitStack() as stack:
-        command = stack.enter_context(serve(tmp_path / "serve.log", str(directory), *flags, *ports.head()))
-        command.wait_for("2 instances ready")
-        client = stack.enter_context(openai.OpenAI(base_url=f"{ports.url}/v1", api_key="x", max_retries=0))
+    with two_instances(tmp_path) as (command, _, url, client):
 
         def ask(question: tuple[str | int, ...], rank: int) -> tuple[list[int], int]:
             """Its tokens, and how many of the prompt's were computed."""
@@ -52,9 +45,10 @@ def test_the_same_image_again_is_neither_encoded_nor_prefilled(tmp_path: Path) -
             return answer.choices[0].model_extra["token_ids"], computed
 
         def counted(rank: int, **wanted: int) -> None:
-            url = f"{ports.url}/metrics"
             wait_until(
-                lambda: images_of(client._client.get(url).text, rank) == wanted, 10, f"{rank}: {wanted}"
+                lambda: images_of(client._client.get(f"{url}/metrics").text, rank) == wanted,
+                10,
+                f"{rank}: {wanted}",
             )
 
         question = (1, LONG_TEXT)

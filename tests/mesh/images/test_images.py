@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.mesh.harness import Ports, serve
+from tests.mesh.images.two_instances import two_instances
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -77,14 +76,7 @@ def expected_of(directory: Path) -> list[list[int]]:
 
 
 def test_images_of_all_apis_over_a_kill(tmp_path: Path) -> None:
-    from tests.engine.vision.tiny_vision_models import make_tiny_chat_model
-
-    ports, directory = Ports(), make_tiny_chat_model(tmp_path / "llava")
-    flags = ["-dp", "2", "--served-model-name", "m", "--dtype", "float32", "--enable-prompt-tokens-details"]
-    with contextlib.ExitStack() as stack:
-        command = stack.enter_context(serve(tmp_path / "serve.log", str(directory), *flags, *ports.head()))
-        command.wait_for("2 instances ready")
-        client = stack.enter_context(openai.OpenAI(base_url=f"{ports.url}/v1", api_key="x", max_retries=0))
+    with two_instances(tmp_path) as (command, directory, url, client):
 
         def ask(question: tuple[str | int, ...]) -> Any:
             return client.chat.completions.create(
@@ -113,15 +105,17 @@ def test_images_of_all_apis_over_a_kill(tmp_path: Path) -> None:
             ],
         )  # fmt: skip
         assert by_response.output_text == text
-        by_message = stack.enter_context(anthropic.Anthropic(base_url=ports.url, api_key="x")).messages.create(
-            model="m",  max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True, "temperature": 0},
-            messages=[
-                {"role": "user", "content": [
-                    {"type": "text", "text": "What is this? "},
-                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": png(1)}},
-                ]}
-            ],
-        )  # fmt: skip
+        seen_one: Any = {"type": "base64", "media_type": "image/png", "data": png(1)}
+        with anthropic.Anthropic(base_url=url, api_key="x") as other:
+            by_message = other.messages.create(
+                model="m", max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True, "temperature": 0},
+                messages=[
+                    {"role": "user", "content": [
+                        {"type": "text", "text": "What is this? "}, {"type": "image", "source": seen_one},
+                    ]}
+                ],
+            )  # fmt: skip
+        assert isinstance(by_message.content[0], anthropic.types.TextBlock)
         assert by_message.content[0].text == text
 
         question = {"role": "user", "content": "Look."}

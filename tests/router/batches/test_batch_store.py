@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,22 @@ from tests.router.batches.test_endpoints import database_of
 from tests.router.batches.test_line_window import BATCH
 
 
-def test_answers_that_come_together_share_a_transaction_and_not_their_errors(tmp_path: Path) -> None:
+def with_batch(tmp_path: Path, work: Callable[[StoreDatabase, BatchStore], Awaitable[None]]) -> StoreDatabase:
+    """Do something with a store that has begun a batch; returns its database."""
+
     database = database_of(tmp_path / "store")
     store = BatchStore(database)
 
     async def run() -> None:
         await store.begin("tenant", BATCH)
+        await work(database, store)
+
+    asyncio.run(run())
+    return database
+
+
+def test_answers_that_come_together_share_a_transaction_and_not_their_errors(tmp_path: Path) -> None:
+    async def run(database: StoreDatabase, store: BatchStore) -> None:
         transactions = _counted(database)
         answers = [
             store.answer(id, number, LineAnswer(number == 3, b"%d" % number))
@@ -34,16 +45,11 @@ def test_answers_that_come_together_share_a_transaction_and_not_their_errors(tmp
         assert await store.answered(BATCH.id) == set(range(30))
         assert [text async for text in store.answers(BATCH.id, errors=True)] == [b"3"]
 
-    asyncio.run(run())
-    database.close()
+    with_batch(tmp_path, run).close()
 
 
 def test_the_answer_of_a_cancelled_line_is_not_stored_afterwards(tmp_path: Path) -> None:
-    database = database_of(tmp_path / "store")
-    store = BatchStore(database)
-
-    async def run() -> None:
-        await store.begin("tenant", BATCH)
+    async def run(database: StoreDatabase, store: BatchStore) -> None:
         lines = [
             asyncio.create_task(store.answer(BATCH.id, number, LineAnswer(False, b""))) for number in range(4)
         ]
@@ -53,16 +59,11 @@ def test_the_answer_of_a_cancelled_line_is_not_stored_afterwards(tmp_path: Path)
         await asyncio.wait(lines)
         assert await store.answered(BATCH.id) == {0, 2}
 
-    asyncio.run(run())
-    database.close()
+    with_batch(tmp_path, run).close()
 
 
 def test_a_transaction_that_fails_fails_for_each_of_its_answers(tmp_path: Path) -> None:
-    database = database_of(tmp_path / "store")
-    store = BatchStore(database)
-
-    async def run() -> None:
-        await store.begin("tenant", BATCH)
+    async def run(database: StoreDatabase, store: BatchStore) -> None:
         await asyncio.to_thread(database.close)
         answers = [store.answer(BATCH.id, number, LineAnswer(False, b"")) for number in range(3)]
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 5)
@@ -70,30 +71,25 @@ def test_a_transaction_that_fails_fails_for_each_of_its_answers(tmp_path: Path) 
         with pytest.raises(StoreUnusable):
             await store.answer(BATCH.id, 3, LineAnswer(False, b""))
 
-    asyncio.run(run())
+    with_batch(tmp_path, run)
 
 
 def test_an_error_of_one_answer_is_no_error_of_those_stored_with_it(tmp_path: Path) -> None:
-    database = database_of(tmp_path / "store")
-    store = BatchStore(database)
-    check = database.check_room
+    async def run(database: StoreDatabase, store: BatchStore) -> None:
+        check = database.check_room
 
-    def fail(session: Any, size: int) -> None:
-        if size == 2:
-            raise MemoryError
-        check(session, size)
+        def fail(session: Any, size: int) -> None:
+            if size == 2:
+                raise MemoryError
+            check(session, size)
 
-    database.check_room = fail  # type: ignore[method-assign]
-
-    async def run() -> None:
-        await store.begin("tenant", BATCH)
+        database.check_room = fail  # type: ignore[method-assign]
         answers = [store.answer(BATCH.id, size, LineAnswer(False, b"x" * size)) for size in range(4)]
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 5)
         assert [type(each) for each in found] == [type(None), type(None), MemoryError, type(None)]
         assert await store.answered(BATCH.id) == {0, 1, 3}
 
-    asyncio.run(run())
-    database.close()
+    with_batch(tmp_path, run).close()
 
 
 def _counted(database: StoreDatabase) -> list[Any]:
