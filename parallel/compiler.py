@@ -261,4 +261,9 @@ def reason(error: Exception) -> str:
         lines = said.decode(errors="replace").strip().split("\n")
         first = next((line for line in lines if "error" in line), lines[0])[:200]
         return "the compiler failed: " + (first or f"exit status {error.returncode}")
+    if isinstance(error, subprocess.TimeoutExpired):
+        return (
+            f"the compiler took over {error.timeout:g} s: start again when the machine is less busy, or "
+            f"compile ahead (lockstep kernels DIRECTORY, then {DIRECTORY_VARIABLE}=DIRECTORY)"
+        )
     return str(error)

@@ -169,6 +169,15 @@ def test_a_compiler_that_is_killed_is_told_and_leaves_nothing(
     assert [each.name for each in (tmp_path / "cache").rglob("*") if each.is_file()] == ["lock"]
 
 
+def test_a_compiler_that_takes_too_long_is_ended_and_the_line_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        compiler._run(["sh", "-c", "sleep 60 && : -o a-long-command.so"], tmp_path, 0.2)
+    line = compiler.reason(caught.value)
+    assert line.startswith("the compiler took over 0.2 s: start again when the machine is less busy")
+    assert "lockstep kernels DIRECTORY" in line
+    assert "sleep" not in line
+
+
 def test_the_line_that_says_what_is_wrong_is_told(source: Path) -> None:
     source.write_text('#include "missing.hpp"\n')
     source.with_name("missing.hpp").write_text("#include <nowhere>\n")
