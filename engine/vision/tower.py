@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, CLIPVisionModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from engine.kernels.core.library import KernelLibrary
@@ -154,6 +154,23 @@ def _run_by(
     return run(lambda: type(layer).forward(layer, *args, **fields))
 
 
+def _without_poolers(model: torch.nn.Module) -> frozenset[str]:
+    """Take out what makes one vector of a whole image.
+
+    Each served family takes rows of patches. Returns the beginnings of names of tensors that no result
+    needs, there or not.
+    """
+    found = set()
+    for name, module in model.named_modules():
+        if getattr(module, "use_head", False):  # SigLIP's attention of one learnt query
+            module.use_head, module.head = False, None
+            found.add(f"{name}.head.")
+        elif isinstance(module, CLIPVisionModel):
+            module.post_layernorm = torch.nn.Identity()  # of the class token
+            found.add(f"{name}.post_layernorm.")
+    return frozenset(found)
+
+
 def load_tower(
     directory: Path,
     dtype: torch.dtype,
@@ -198,7 +215,9 @@ def load_tower(
         raise CheckpointError(
             f"{source}: the encoder of images cannot be read. transformers says: {first_line(error)}"
         ) from error
-    if missing := sorted(name for name in found["missing_keys"] if not OF_TEXT.search(name)):
+    unused = tuple(_without_poolers(model))
+    needed = (name for name in found["missing_keys"] if not OF_TEXT.search(name))
+    if missing := sorted(name for name in needed if not name.startswith(unused)):
         raise CheckpointError(f"{source}: the encoder of images lacks {len(missing)} tensors: {missing[0]}")
     inner = getattr(model, "model", model).to(device).eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
