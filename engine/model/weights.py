@@ -30,6 +30,7 @@ from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
 from engine.host.memory import MARGIN, available_memory
+from engine.host.shared_tensors import ALIGNMENT, is_shared, share
 from engine.model.checkpoint import CheckpointError, ModelInfo, ReadingStopped
 from engine.model.coded_layers import CodedLayers, held_by, keep_weights_packed
 from engine.model.errors import first_line
@@ -64,9 +65,6 @@ LOADING = threading.RLock()
 
 transformers changes global state while it makes a model.
 """
-
-ALIGNMENT = 64
-"""Bytes; tensors that torch makes begin at a multiple."""
 
 WHOLE_STAGE = Stage(WHOLE, range(0))
 
@@ -154,22 +152,34 @@ def align(module: Any, sharers: int = 1, promised: int = 0) -> bool:
 
     Returns whether all of them are there now.
     Those of a mapped file begin elsewhere, and the last bits of its products depend on that. So they would
-    be others after an update, or with a file that has another header. Each copy takes the place of pages
-    that the system may drop; without free memory they stay. ``sharers``: processes that do so at once, each
-    of which will take so many bytes that it was ``promised``.
+    be others after an update, or with a file that has another header. Processes of one host share a copy,
+    which takes the place of pages that the system may drop; without free memory they stay.
+    ``sharers``: processes with others that do so at once, each of which will take so many bytes that it was
+    ``promised``.
     """
     tensors = _misaligned(module)
-    if tensors and not bytes_to_align(module, sharers, promised):
+    together = [each for each in tensors if each.is_contiguous()]
+    if tensors and not is_shared(together) and not bytes_to_align(module, sharers, promised):
         logger.warning("torch computes with the mapped checkpoint: no memory is free for copies")
         return False
-    for tensor in tensors:
+    try:
+        share(together)
+    except OSError as error:
+        logger.warning("each instance of this host has weights of its own: %s", error)
+    for tensor in _misaligned(module):
         tensor.data = tensor.data.clone()
     return True
 
 
 def bytes_to_align(module: Any, sharers: int = 1, promised: int = 0) -> int:
-    """Bytes that :func:`align` takes in each process; 0 where so many are not free."""
-    needed = sum(each.nbytes for each in _misaligned(module))
+    """Bytes that :func:`align` takes in each process.
+
+    0 where so many are not free, or another process of this host has them.
+    """
+    tensors = _misaligned(module)
+    if tensors and is_shared([each for each in tensors if each.is_contiguous()]):
+        tensors = [each for each in tensors if not each.is_contiguous()]
+    needed = sum(each.nbytes for each in tensors)
     return needed if sharers * (needed + promised) <= available_memory() * (1 - MARGIN) else 0
 
 

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, CLIPVisionModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from engine.host.memory import turn
 from engine.kernels.core.library import KernelLibrary
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.errors import first_line
@@ -223,7 +224,8 @@ def load_tower(
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)
-    is_mapped = not align(inner, sharers)
+    with turn():  # of processes that would all make a copy, the others find the first one's
+        is_mapped = not align(inner, sharers)
     return ImageTower(inner, hidden, dtype, computes, device, is_mapped=is_mapped)
 
 
