@@ -28,7 +28,8 @@ STARTING_WEIGHTS = "default"
 class MeshError(Exception):
     """A request that the mesh cannot take, in the client's terms.
 
-    ``kind`` is the ``type`` of the error body (``ServiceUnavailableError`` ...).
+    ``kind`` is the ``type`` of the error body (``ServiceUnavailableError`` ...). ``is_final``: another try
+    would only end more instances.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class MeshError(Exception):
         *,
         param: str | None = None,
         retry_after: int | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
         self.param = param
         self.retry_after = retry_after
+        self.is_final = is_final
 
 
 class ServedModel(msgspec.Struct, frozen=True):

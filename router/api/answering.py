@@ -123,8 +123,10 @@ class Answering:
             # the store makes a whole answer of the last event
             response = EventStream(run, answer, keep_alive=self._config.sse_keep_alive_interval)
         else:
-            wait = None if stored is None else stored.wait_for_turn
-            response = await whole_response(run, answer, request.receive, wait)
+            if stored is None:
+                response = await whole_response(run, answer, request.receive)
+            else:
+                response = await whole_response(run, answer, None, stored.wait_for_turn)
         if understood.not_enforced:
             remarks = "; ".join(understood.not_enforced)
             response.headers[NOT_ENFORCED] = printable(remarks, MOST_REMARKS)

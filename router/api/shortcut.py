@@ -125,7 +125,8 @@ class TextEventSink(EventSink):
             return False
         elif text := self._sample.read([token_id]):
             self._writer.write(self._before + encode(text) + self._after)
-        self._gaps.tick(now)
+        if self._gaps is not None:
+            self._gaps.tick(now)
         return True
 
 
@@ -140,6 +141,7 @@ class PieceSink:
         self._generation = generation
         self._meter = meter
         self._gaps = meter.gaps(0)
+        self._is_text_alone, self._keep = sample.is_text_alone, sample.keep
 
     def __repr__(self) -> str:
         return f"<PieceSink of {self._sample!r}, {len(self._pieces)} pieces>"
@@ -154,9 +156,10 @@ class PieceSink:
 
     def take_token(self, token_id: int, now: float) -> bool:
         """See :class:`router.mesh.TokenSink`."""
-        if self._sample.is_text_alone:
-            self._gaps.tick(now)
-            if self._sample.keep(token_id) == MOST_KEPT:
+        if self._is_text_alone:
+            if self._gaps is not None:
+                self._gaps.tick(now)
+            if self._keep(token_id) == MOST_KEPT:
                 self._pieces.append(self._sample.take(Delta(0, [])))
             return True
         return self.take(Delta(0, [token_id]))

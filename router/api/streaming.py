@@ -55,7 +55,7 @@ Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
 async def whole_response(
-    run: RequestRun, answer: Answer, receive: Receive, wait_for_turn: WaitForTurn | None = None
+    run: RequestRun, answer: Answer, receive: Receive | None, wait_for_turn: WaitForTurn | None = None
 ) -> Response:
     """An answer that is not streamed. Raises as :func:`whole_answer`."""
     response = json_response(await whole_answer(run, answer.body, receive, wait_for_turn))
@@ -67,13 +67,13 @@ async def whole_response(
 async def whole_answer(
     run: RequestRun,
     body_of: Callable[[Sequence[Sequence[TextPiece]]], bytes],
-    receive: Receive,
+    receive: Receive | None,
     wait_for_turn: WaitForTurn | None = None,
 ) -> bytes:
     """The body of a request's answer, once the request has run to its end.
 
     ``body_of`` makes it of the pieces of each sample; before that, one that stop strings may have ended waits
-    for its turn. Other ends are the mesh's to spread.
+    for its turn. Other ends are the mesh's to spread. ``receive`` is None where no client can hang up.
 
     Raises:
         MeshError, ApiError: it cannot be answered.
@@ -88,7 +88,7 @@ async def whole_answer(
             return await made_of(run.samples, lambda: body_of(outputs))
 
     try:
-        return await unless_gone(receive, answer())
+        return await (answer() if receive is None else unless_gone(receive, answer()))
     finally:
         run.end()
 

@@ -134,7 +134,7 @@ class LineGeneration:
                     yield delta
                 return
             except MeshError as error:
-                if error.status != 503 or has_begun:
+                if error.status != 503 or error.is_final or has_begun:
                     raise
             self._leave()
             self._events["line_tried_again"] += 1

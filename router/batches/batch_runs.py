@@ -63,6 +63,7 @@ class BatchRuns:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
         """Tasks that answer lines, by batch."""
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<BatchRuns {list(self._running)}>"
@@ -90,7 +91,7 @@ class BatchRuns:
         self._began.set()
 
     async def _sweep(self, counts: StoreCounts) -> None:
-        if self._mesh.model is None or not self._mesh.healthy:
+        if self._is_closed or self._mesh.model is None or not self._mesh.healthy:
             return
         for id in await self.batches.orphans():
             if await self.batches.claim(id):
@@ -98,13 +99,14 @@ class BatchRuns:
                 counts.events["batch_taken_over"] += 1
         for owned in await self.batches.owned():
             id = owned.object.id
-            if id not in self._running:
+            if id not in self._running and not self._is_closed:
                 self._running[id] = asyncio.create_task(self._run(owned))
             elif owned.object.status is BatchState.CANCELLING and id in self._answering:
                 self._answering[id].cancel()
 
     async def close(self) -> None:
-        """End all runs, but leave their batches in the store to the next owner."""
+        """End all runs for good; the next owner goes on with their batches."""
+        self._is_closed = True
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -153,7 +155,9 @@ class BatchRuns:
         if batch.status is BatchState.CANCELLING:
             reason = CANCELLED
         elif batch.status is BatchState.FINALIZING and batch.expires_at <= time.time():
-            reason = EXPIRED  # also where an earlier owner has found that out
+            answered = len(await self.batches.answered(batch.id))
+            if answered < batch.request_counts.total:
+                reason = EXPIRED  # also where an earlier owner has found that out
         await self._gather(owned.tenant, batch, reason)
 
     async def _checked(self, batch: BatchObject) -> tuple[int, list[WrongLine]]:
@@ -259,7 +263,8 @@ class BatchRuns:
             else:
                 each.status, each.completed_at = BatchState.COMPLETED, int(now)
 
-        return await self.batches.advance(batch.id, end, ended=now + self.limits.ttl)
+        files = [id for id in (outputs, errors) if id is not None]
+        return await self.batches.advance(batch.id, end, ended=now + self.limits.ttl, files=files)
 
     async def _errors(self, batch: BatchObject, reason: tuple[str, str] | None) -> AsyncIterator[bytes]:
         async for text in self.batches.answers(batch.id, errors=True):
@@ -276,7 +281,10 @@ class BatchRuns:
     async def _written(
         self, tenant: str, batch: BatchObject, name: str, lines: AsyncIterator[bytes], written: list[str]
     ) -> str | None:
-        """Id of a new file with these lines, added to ``written``; None without lines."""
+        """Id of a new file with these lines, added to ``written``; None without lines.
+
+        It is not to be seen before the batch has ended: another router may have to write it anew.
+        """
         writer, id = None, None
         async for line in lines:
             if writer is None:
@@ -285,7 +293,7 @@ class BatchRuns:
                 writer = FileWriter(self.files, id, is_bounded=False)  # its lines had room
             await writer.write(line + b"\n")
         if writer is not None:
-            await writer.end(time.time() + self.limits.ttl)
+            await writer.flush()
         return id
 
     async def _fail(self, id: str, wrong: list[WrongLine]) -> None:

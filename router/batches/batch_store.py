@@ -14,10 +14,11 @@ from functools import partial
 
 import msgspec
 
+from router.batches.file_store import make_whole
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject, BatchState, RequestCounts
 from router.stored.backend import Session
-from router.stored.database import StoreDatabase, StoreFull, StoreUnusable
+from router.stored.database import StoreDatabase, StoreUnusable
 from router.stored.schema import ENDED
 
 MOST_UNENDED = 100
@@ -129,11 +130,16 @@ class BatchStore:
         await self._database.run(write)
 
     async def advance(
-        self, id: str, change: Callable[[BatchObject], None], *, ended: float | None = None
+        self,
+        id: str,
+        change: Callable[[BatchObject], None],
+        *,
+        ended: float | None = None,
+        files: Sequence[str] = (),
     ) -> BatchObject:
         """Change a batch that this router owns; returns it as it is now.
 
-        ``ended``: when it is deleted; its lines' answers then are.
+        ``ended``: when it is deleted; its lines' answers then are. ``files`` become whole, for as long.
 
         Raises:
             BatchTaken: it is another router's, or has ended.
@@ -145,6 +151,8 @@ class BatchStore:
             if ended is not None:
                 batch = _counted(session, batch)
                 session.execute("DELETE FROM batch_lines WHERE batch = ?", (id,))
+                for file in files:
+                    make_whole(session, file, ended)
             _put(session, batch, NEVER if ended is None else ended)
             return batch
 
@@ -197,20 +205,28 @@ class BatchStore:
     def _write_lines(self, gathered: Sequence[_Gathered], session: Session) -> list[Exception | None]:
         """Store answers in a transaction; returns what is wrong with each."""
         problems: list[Exception | None] = []
+        lost = {id: self._why_not_owned(session, id) for id in {each.id for each in gathered}}
+        left = self._database.room_in(session)
         for each in gathered:
             text = each.answer.text
-            try:
-                self._owned(session, each.id)
-                self._database.check_room(session, len(text))
-            except (BatchTaken, StoreFull) as problem:
-                problems.append(problem)
-                continue
-            session.execute(
-                "INSERT INTO batch_lines VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (each.id, each.number, int(each.answer.is_error), text, len(text)),
-            )
-            problems.append(None)
+            problem = lost[each.id]
+            if problem is None and len(text) > left:
+                problem = self._database.full(session)
+            if problem is None:
+                left -= len(text)
+                session.execute(
+                    "INSERT INTO batch_lines VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                    (each.id, each.number, int(each.answer.is_error), text, len(text)),
+                )
+            problems.append(problem)
         return problems
+
+    def _why_not_owned(self, session: Session, id: str) -> Exception | None:
+        try:
+            self._owned(session, id)
+        except BatchTaken as problem:
+            return problem
+        return None
 
     async def answered(self, id: str) -> set[int]:
         """Numbers of the lines that have an answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,6 +16,8 @@ PART_BYTES = 1 << 18
 """Size of the parts in which a file is kept."""
 UPLOAD_SECONDS = 3600.0
 """Seconds after which a file that was never whole is deleted."""
+LINES_IN_A_ROW = 32
+"""Lines that are read without a look at other work."""
 COLUMNS = "id, bytes, created, name, purpose, expires"
 
 
@@ -57,7 +60,7 @@ class StoredFiles:
 
     async def end(self, id: str, expires: float) -> None:
         """Make a file whole."""
-        await self._database.write("UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id))
+        await self._database.run(lambda session: make_whole(session, id, expires))
 
     async def get(self, id: str, tenant: str) -> FileObject | None:
         """A tenant's file, unless it has expired."""
@@ -111,16 +114,24 @@ class StoredFiles:
             number += 1
 
     async def lines(self, id: str, most_bytes: int) -> AsyncIterator[bytes]:
-        """Lines of a file, blank ones left out; one over ``most_bytes`` comes cut."""
-        rest = b""
+        """Lines of a file, blank ones left out; one over ``most_bytes`` comes cut.
+
+        The event loop looks after others between every few of them.
+        """
+        number, begun = 0, bytearray()
         async for part in self.parts(id):
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if line.strip():
-                    yield line[: most_bytes + 1]
-            rest = rest[: most_bytes + 1]
-        if rest.strip():
-            yield rest
+            *ended, rest = part.split(b"\n")
+            for end in ended:
+                begun += end[: most_bytes + 1 - len(begun)]
+                if begun.strip() or len(begun) > most_bytes:
+                    yield bytes(begun)
+                begun.clear()
+                number += 1
+                if not number % LINES_IN_A_ROW:
+                    await asyncio.sleep(0)
+            begun += rest[: most_bytes + 1 - len(begun)]
+        if begun.strip() or len(begun) > most_bytes:
+            yield bytes(begun)
 
 
 class FileWriter:
@@ -143,15 +154,24 @@ class FileWriter:
             await self._put(bytes(self._waiting[:PART_BYTES]))
             del self._waiting[:PART_BYTES]
 
-    async def end(self, expires: float) -> None:
-        """Make the file whole."""
+    async def flush(self) -> None:
+        """Write what waits; nothing may be added then."""
         if self._waiting:
             await self._put(bytes(self._waiting))
+
+    async def end(self, expires: float) -> None:
+        """Make the file whole."""
+        await self.flush()
         await self._files.end(self._id, expires)
 
     async def _put(self, part: bytes) -> None:
         await self._files.append(self._id, self._number, part, is_bounded=self._is_bounded)
         self._number += 1
+
+
+def make_whole(session: Session, id: str, expires: float) -> None:
+    """Let a file be seen, in a transaction."""
+    session.execute("UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id))
 
 
 def _object_of(row: tuple[str, int, float, str, str, float]) -> FileObject:

@@ -56,12 +56,14 @@ class LineRunner:
             try:
                 status, body = 200, await self._tried(mesh, batch, created, number, line)
                 break
-            except (ApiError, MeshError) as raised:
-                error = raised if isinstance(raised, ApiError) else from_mesh(raised)
+            except ApiError as raised:
+                error, is_final = raised, raised.status not in (429, 503)
+            except MeshError as raised:
+                error, is_final = from_mesh(raised), raised.is_final or raised.status != 503
             except Exception:
                 logger.exception("line %d of batch %s failed", number, batch)
-                error = unexpected()
-            if error.status not in (429, 503):
+                error, is_final = unexpected(), True
+            if is_final:
                 status, body = error.status, error_body(error)
                 break
             self._events["line_tried_again"] += 1

@@ -307,5 +307,6 @@ def full(num_instances: int) -> MeshError:
     return unavailable("the queues of all instances are full" if num_instances > 1 else "the queue is full")
 
 
-def unavailable(message: str) -> MeshError:
-    return MeshError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER)
+def unavailable(message: str, *, is_final: bool = False) -> MeshError:
+    kind = "ServiceUnavailableError"
+    return MeshError(503, kind, message, retry_after=RETRY_AFTER, is_final=is_final)

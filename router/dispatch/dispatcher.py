@@ -196,7 +196,7 @@ class RequestDispatcher(abc.ABC):
             return None
         if entry.fruitless >= MAX_FRUITLESS:
             text = f"{entry.fruitless} instances in turn gave no token for the request"
-            self.give_up(entry, unavailable(text))
+            self.give_up(entry, unavailable(text, is_final=True))
             return None
         try:
             return self._choose(entry)

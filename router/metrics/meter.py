@@ -66,6 +66,10 @@ class Meter:
     ) -> None:
         """Observe tokens of a sample. ``times``: those that come with a first delta."""
         last, self._last[position] = self._last[position], now
+        if not self._metrics.has_times:
+            self._engines[position] = _engine(generation) or self._engines[position]
+            self._first[position] = now if last is None else self._first[position]
+            return
         series = self._itl[position]
         if last is not None and series is not None:
             series.observe(now - last)
@@ -79,8 +83,10 @@ class Meter:
             self._metrics.requests.queue.of(engine).observe(waited)
             self._metrics.requests.prefill.of(engine).observe(times[1])
 
-    def gaps(self, position: int) -> Gaps:
-        """A cheaper :meth:`delta` for the tokens of a sample after its first delta."""
+    def gaps(self, position: int) -> Gaps | None:
+        """A cheaper :meth:`delta` for tokens after the first delta; None where times do not count."""
+        if not self._metrics.has_times:
+            return None
         series = self._itl[position]
         assert series is not None
         return Gaps(series, cast(list[float], self._last), position)
@@ -97,9 +103,10 @@ class Meter:
             metrics.success[key] = metrics.success.get(key, 0) + 1
             if reason in (FinishReason.ABORT, FinishReason.ERROR):
                 continue
-            metrics.requests.e2e.of(engine).observe(now - self._arrival)
             metrics.requests.generation_tokens.of(engine).observe(sample.num_tokens)
-            self._observe_decode(position, sample, engine)
+            if metrics.has_times:
+                metrics.requests.e2e.of(engine).observe(now - self._arrival)
+                self._observe_decode(position, sample, engine)
             if sample.is_first_of_prompt:
                 self._observe_prompt(sample, engine)
 

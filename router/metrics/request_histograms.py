@@ -94,6 +94,8 @@ class CountedRequests:
         self.requests = RequestHistograms()
         self.success: dict[tuple[str, str], int] = {}
         """Finished requests by engine and finish reason."""
+        self.has_times = True
+        """Whether times are measured: those of requests that clients wait for."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.in_flight} in flight, {sum(self.success.values())} finished>"
@@ -108,4 +110,5 @@ class CountedRequests:
         """Counts of requests that are counted here as well, but for their times."""
         found = CountedRequests()
         found.success, found.requests = self.success, self.requests.without_times()
+        found.has_times = False
         return found

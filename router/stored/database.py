@@ -96,9 +96,17 @@ class StoreDatabase:
         Raises:
             StoreFull: there is no room, even without what has expired.
         """
+        if size > self.room_in(session):
+            raise self.full(session)
+
+    def room_in(self, session: Session) -> int:
+        """Bytes that may be added in a transaction, once what has expired is gone."""
         expire(session, time.time())
-        if (held := total_of(session)) + size > self._most_bytes:
-            raise StoreFull(f"the store holds {held} bytes of at most {self._most_bytes}")
+        return self._most_bytes - total_of(session)
+
+    def full(self, session: Session) -> StoreFull:
+        """The error for what there is no room for."""
+        return StoreFull(f"the store holds {total_of(session)} bytes of at most {self._most_bytes}")
 
     # ---- ownership
 

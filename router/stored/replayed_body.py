@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from router.api.stored_terms import StoredTerms
+from router.http.body import GIVEN_BODY
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -32,7 +33,7 @@ def inner_request(
         "headers": [
             (b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *headers
         ],
-        "state": {"key": key, "request_id": request_id, "stored": terms},
+        "state": {"key": key, "request_id": request_id, "stored": terms, GIVEN_BODY: body},
     }  # fmt: skip
     sent = False
 

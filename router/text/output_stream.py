@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -232,6 +232,11 @@ class OutputStream:
         )
         last = len(delta.token_ids) - 1
         hides_last = delta.finish_reason is FinishReason.STOP and not self._shows_stop_token
+        if self.is_text_alone:  # the same as below in fewer steps
+            self.num_tokens += last + 1
+            texts = [*map(self.detokenizer.step, delta.token_ids[:last] if hides_last else delta.token_ids)]
+            piece.text, piece.cuts = "".join(texts), [*accumulate(map(len, texts))][: max(0, last)]
+            return piece
         for position, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
             if position:

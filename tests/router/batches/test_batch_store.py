@@ -11,7 +11,8 @@ import pytest
 
 from router.batches.batch_store import BatchStore, BatchTaken
 from router.batches.lines import LineAnswer
-from router.stored.database import StoreDatabase, StoreUnusable
+from router.stored.database import StoreDatabase, StoreFull, StoreUnusable
+from router.stored.schema import total_of
 from tests.router.batches.test_endpoints import database_of
 from tests.router.batches.test_line_window import BATCH
 
@@ -75,19 +76,30 @@ def test_a_transaction_that_fails_fails_for_each_of_its_answers(tmp_path: Path) 
 
 
 def test_an_error_of_one_answer_is_no_error_of_those_stored_with_it(tmp_path: Path) -> None:
-    async def run(database: StoreDatabase, store: BatchStore) -> None:
-        check = database.check_room
+    async def run(_database: StoreDatabase, store: BatchStore) -> None:
+        write = store._write_lines
 
-        def fail(session: Any, size: int) -> None:
-            if size == 2:
+        def fail(gathered: Any, session: Any) -> Any:
+            if any(each.number == 2 for each in gathered):
                 raise MemoryError
-            check(session, size)
+            return write(gathered, session)
 
-        database.check_room = fail  # type: ignore[method-assign]
+        store._write_lines = fail  # type: ignore[method-assign]
         answers = [store.answer(BATCH.id, size, LineAnswer(False, b"x" * size)) for size in range(4)]
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 5)
         assert [type(each) for each in found] == [type(None), type(None), MemoryError, type(None)]
         assert await store.answered(BATCH.id) == {0, 1, 3}
+
+    with_batch(tmp_path, run).close()
+
+
+def test_of_answers_that_come_together_those_with_room_are_stored(tmp_path: Path) -> None:
+    async def run(database: StoreDatabase, store: BatchStore) -> None:
+        database._most_bytes = 10 + await database.run(total_of)
+        answers = [store.answer(BATCH.id, each, LineAnswer(False, b"x" * each)) for each in (5, 4, 3, 1)]
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 5)
+        assert [type(each) for each in found] == [type(None), type(None), StoreFull, type(None)]
+        assert await store.answered(BATCH.id) == {5, 4, 1}
 
     with_batch(tmp_path, run).close()
 

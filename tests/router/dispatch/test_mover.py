@@ -44,10 +44,10 @@ def lose(mesh: Mesh, name: str, patience: float = 60.0) -> None:
     mover(mesh).move_all(instance, "connection_lost", patience=patience)
 
 
-async def ends_with_503(stream: Stream) -> None:
+async def ends_with_503(stream: Stream, *, is_final: bool = False) -> None:
     with pytest.raises(MeshError) as caught:
         await asyncio.wait_for(anext(aiter(stream)), 5)
-    assert caught.value.status == 503
+    assert (caught.value.status, caught.value.is_final) == (503, is_final)
 
 
 def test_a_request_that_ends_its_instances_is_given_up() -> None:
@@ -59,7 +59,7 @@ def test_a_request_that_ends_its_instances_is_given_up() -> None:
             mesh.links[name].submits.clear()
         lose(mesh, name)
         assert not any(map(mesh.has, mesh.links)), "the last instance is spared"
-        await ends_with_503(stream)
+        await ends_with_503(stream, is_final=True)
         assert mesh.client.num_in_flight == 0
 
     run(work, MAX_FRUITLESS + 1)

@@ -1,0 +1,200 @@
+"""Batches whose router ends or dies at an unlucky moment; reading of lines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.batches.batch_runs import BatchRuns
+from router.batches.batch_store import OwnedBatch
+from router.batches.file_store import LINES_IN_A_ROW
+from router.batches.lines import LineAnswer
+from router.batches.objects import BatchObject, BatchState
+from router.batches.routes import batch_runs
+from router.config import HttpConfig
+from router.mesh import ServedModel
+from router.metrics.metrics import Metrics
+from router.stored.database import StoreDatabase
+from router.stored.replayed_body import Handler
+from tests.router.batches.test_endpoints import database_of, file_of, line
+from tests.router.fake_mesh import FakeMesh, saying
+
+ENDPOINT = "/v1/chat/completions"
+
+
+def runs_on(
+    database: StoreDatabase, served: ServedModel, handlers: Mapping[str, Handler]
+) -> tuple[BatchRuns, Metrics]:
+    mesh = FakeMesh(served, saying([]))
+    metrics = Metrics(mesh)
+    return batch_runs(database, mesh, HttpConfig(), metrics, handlers), metrics
+
+
+async def stored(
+    runs: BatchRuns, status: BatchState = BatchState.VALIDATING, lasts: int = 600
+) -> BatchObject:
+    """A batch of two lines, which this router owns."""
+    file = await runs.files.begin("t", "lines", "batch")
+    await runs.files.append(file, 0, file_of(line("a"), line("b")).read())
+    await runs.files.end(file, 4e9)
+    batch = BatchObject(
+        id="batch_a",
+        endpoint=ENDPOINT,
+        input_file_id=file,
+        completion_window="1m",
+        created_at=0,
+        expires_at=int(time.time()) + lasts,
+        status=status,
+    )
+    batch.request_counts.total = 2
+    await runs.begin("t", batch)
+    return batch
+
+
+def test_a_batch_that_a_draining_router_has_left_is_not_begun_again(
+    served: ServedModel, tmp_path: Path
+) -> None:
+    database, both_began, begun = database_of(tmp_path / "store"), asyncio.Event(), 0
+
+    async def hang(_: Request) -> NoReturn:
+        nonlocal begun
+        begun += 1
+        if begun == 2:
+            both_began.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run() -> None:
+        runs, metrics = runs_on(database, served, {ENDPOINT: hang})
+        await stored(runs)
+        await runs._sweep(metrics.store)
+        await both_began.wait()
+        await runs.close()
+        await runs._sweep(metrics.store)  # it goes on while connections end
+        assert (runs._running, begun, runs.lines_in_flight) == ({}, 2, 0)
+        assert [owned.object.status for owned in await runs.batches.owned()] == [BatchState.IN_PROGRESS]
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    database.close()
+
+
+class Killed(BaseException):
+    """Stands for the death of the router: nothing is tidied up."""
+
+
+def test_files_of_a_router_that_died_before_its_batch_had_ended_are_never_seen(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = database_of(tmp_path / "store")
+
+    async def run() -> None:
+        runs, _ = runs_on(database, served, {})
+        batch = await stored(runs, BatchState.FINALIZING)
+        for number in range(2):
+            await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+
+        async def die(*_: object) -> NoReturn:
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "_ended", die)
+            with pytest.raises(Killed):
+                await runs._carried_out(OwnedBatch("t", batch))
+        assert [each.id for each in await runs.files.all("t", None)] == [batch.input_file_id]
+        await runs._carried_out(OwnedBatch("t", batch))
+        ended = await runs.batches.get(batch.id, "t")
+        assert ended is not None
+        assert ended.status is BatchState.COMPLETED
+        seen = [each.id for each in await runs.files.all("t", None)]
+        assert seen == [batch.input_file_id, ended.output_file_id, ended.error_file_id]
+
+    asyncio.run(run())
+    database.close()
+
+
+@pytest.mark.parametrize("answered", [2, 1])
+def test_a_batch_that_was_answered_in_time_is_completed_however_late_its_files_are(
+    served: ServedModel, tmp_path: Path, answered: int
+) -> None:
+    database = database_of(tmp_path / "store")
+
+    async def run() -> None:
+        runs, _ = runs_on(database, served, {})
+        batch = await stored(runs, BatchState.FINALIZING, lasts=-5)
+        for number in range(answered):
+            await runs.batches.answer(batch.id, number, LineAnswer(False, b"{}"))
+        await runs._carried_out(OwnedBatch("t", batch))
+        ended = await runs.batches.get(batch.id, "t")
+        assert ended is not None
+        assert ended.status is (BatchState.COMPLETED if answered == 2 else BatchState.EXPIRED)
+
+    asyncio.run(run())
+    database.close()
+
+
+def test_lines_are_read_few_at_a_time_and_as_they_were_written(served: ServedModel, tmp_path: Path) -> None:
+    database, rng = database_of(tmp_path / "store"), random.Random(5)
+    text = b"".join(rng.choice((b"\n", b" ", b"ab", b"x" * 30)) for _ in range(6000))
+
+    async def run() -> None:
+        runs, _ = runs_on(database, served, {})
+        id, begin, number = await runs.files.begin("t", "lines", "batch"), 0, 0
+        while begin < len(text):
+            end = begin + rng.randrange(1, 40_000)
+            await runs.files.append(id, number, text[begin:end])
+            begin, number = end, number + 1
+        most_in_a_row = in_a_row = 0
+
+        async def look() -> None:
+            nonlocal in_a_row
+            while True:
+                in_a_row = 0
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        found = []
+        async for each in runs.files.lines(id, 50):
+            found.append(each)
+            in_a_row += 1
+            most_in_a_row = max(most_in_a_row, in_a_row)
+        looking.cancel()
+        assert found == [each[:51] for each in text.split(b"\n") if each[:51].strip() or len(each) > 50]
+        assert most_in_a_row <= LINES_IN_A_ROW
+
+    asyncio.run(run())
+    database.close()
+
+
+def test_a_line_that_ends_its_instances_has_an_error_and_is_not_tried_for_ever(
+    served: ServedModel, tmp_path: Path
+) -> None:
+    """See tests/router/dispatch/test_mover.py for the error of the mesh."""
+    from router.mesh import MeshError
+
+    database, tries = database_of(tmp_path / "store"), 0
+
+    async def end(_: Request) -> Response:
+        nonlocal tries
+        tries += 1
+        raise MeshError(503, "ServiceUnavailableError", "8 instances in turn", is_final=True)
+
+    async def run() -> None:
+        runs, metrics = runs_on(database, served, {ENDPOINT: end})
+        batch = await stored(runs)
+        await runs._sweep(metrics.store)
+        await asyncio.gather(*runs._running.values())
+        found = await runs.batches.get(batch.id, "t")
+        assert found is not None
+        assert (tries, found.request_counts.failed) == (2, 2)
+        assert not metrics.store.events["line_tried_again"]
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    database.close()
