@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,6 +117,19 @@ def test_no_file_is_left_to_the_night() -> None:
         ):
             left.append(path)
     assert left == []
+
+
+def test_no_plain_test_is_in_a_file_that_the_plain_part_does_not_load() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS")}
+    printed = subprocess.run(
+        ["make", "-n", "test"], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    ignored = re.findall(r"--ignore=(\S+)", printed)
+    assert len(ignored) > 50
+    for path in ignored:
+        body = ast.parse((ROOT / path).read_text()).body
+        marks = [ast.unparse(each) for each in body if isinstance(each, ast.Assign)]
+        assert any(each.startswith("pytestmark = ") and "pytest.mark.mesh" in each for each in marks), path
 
 
 def test_only_make_test_leaves_cases_out() -> None:
