@@ -93,14 +93,15 @@ class StepPipeline:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._under_way.popleft()
-        self._scheduler.timed(step, self._finished_at - began, max(agreement.sizes, default=0))
+        times = self._executor.expert_times()
+        own = 0.0 if times is None else times.attention
+        self._scheduler.timed(step, self._finished_at - began, max(agreement.sizes, default=0), own)
         exchange = self._sharing.exchange
         if exchange is not None:
             if len(step.slots) < step.num_tokens:
                 exchange.sources.computed(step.num_tokens, self._finished_at - began)
             if not self._under_way:
                 self._sharing.check(filled_by(step))
-        times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
         outputs = self._scheduler.update(step, result)

@@ -32,16 +32,18 @@ class PromptShare:
     def __repr__(self) -> str:
         return f"<PromptShare of {self.tokens} tokens, {1e3 * self._each:.2f} ms each>"
 
-    def took(self, tokens: int, seconds: float, largest: int = 0) -> None:
+    def took(self, tokens: int, seconds: float, largest: int = 0, own: float = 0.0) -> None:
         """Take in a step with some prompt tokens, of ``tokens`` in all.
 
         ``largest``: tokens of a step beside it. Either may have waited for the other, so a token takes
         something between the times by either number; an estimate between them is kept.
+        ``own``: seconds in which nobody was waited for, such as those of attention. They are known to be for
+        these tokens, however large the others' steps are.
         """
         larger = max(tokens, largest)
         if self._seconds is None or larger < self.LEAST:
             return
-        each = min(max(self._each, seconds / larger), seconds / tokens)
+        each = min(max(self._each, seconds / larger, own / tokens), seconds / tokens)
         change = each - self._each
         self._each = self._each + change * (self.UP if change > 0 else self.DOWN) if self._each else each
         fits = int(self._seconds / self._each) if self._each else self._most

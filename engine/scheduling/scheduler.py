@@ -213,17 +213,18 @@ class Scheduler:
             self._boundaries.answered()
         return self._outputs.process(oldest, result, self._in_flight)
 
-    def timed(self, step: Step, seconds: float, largest: int = 0) -> None:
+    def timed(self, step: Step, seconds: float, largest: int = 0, own: float = 0.0) -> None:
         """Take in how long a step took, for the lengths of later ones.
 
-        ``largest``: tokens of the largest step of any instance, in lockstep.
+        ``largest``: tokens of the largest step of any instance, in lockstep. ``own``: seconds of the step in
+        which no other instance was waited for.
         """
         if self.queues.holds_batches:
             self.budget.lines.others_run()
         elif step.slots and self._has_lines():
             self.budget.lines.took(step.num_tokens, seconds, largest)
         if step.slots and not _only_decodes(step):
-            self.budget.took(step, seconds, largest)
+            self.budget.took(step, seconds, largest, own)
 
     def prices_step(self) -> bool:
         """Whether :meth:`priced` is to be called for the step that was taken in."""

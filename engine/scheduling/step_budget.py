@@ -177,11 +177,11 @@ class StepBudget:
         request.num_put_off = 0
         self._was_image_first |= request is self._late
 
-    def took(self, step: Step, seconds: float, largest: int) -> None:
+    def took(self, step: Step, seconds: float, largest: int, own: float) -> None:
         """Take in how long a step with prompts took, for the lengths of prefill chunks.
 
-        ``largest``: tokens of the largest step beside it, in lockstep.
+        ``largest``: tokens of the largest step beside it, in lockstep. ``own``: seconds without a wait.
         """
-        self.prompt_share.took(step.num_tokens, seconds, largest)
+        self.prompt_share.took(step.num_tokens, seconds, largest, own)
         if len(step.slots) == 1 and not step.drafts and largest <= step.num_tokens:
             self._lone_chunk.took(step.starts[0], step.num_tokens, seconds)

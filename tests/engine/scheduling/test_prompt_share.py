@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
 from engine.scheduling.prompt_share import PromptShare
@@ -73,6 +75,22 @@ def test_own_slow_tokens_stay_slow_beside_a_larger_step_of_a_peer() -> None:
     for _ in range(100):
         share.took(32, 3.0, largest=1000)  # at least three
     assert share.tokens == 48
+
+
+@given(st.floats(1e-4, 0.02), st.floats(1e-5, 1e-4), st.integers(256, 4096))
+def test_own_tokens_are_learnt_beside_peers_that_are_always_larger(
+    own: float, rest: float, peer: int
+) -> None:
+    """In lockstep no step of this instance may ever be the largest: its attention tells."""
+    share = PromptShare(256, 0.15)
+    alone = PromptShare(256, 0.15)
+    for _ in range(200):
+        tokens = share.tokens
+        attention = tokens * own
+        share.took(tokens, attention + peer * rest, peer, attention)
+        alone.took(alone.tokens, alone.tokens * own)
+    assert share.tokens <= alone.tokens + PromptShare.MULTIPLE
+    assert share.tokens * own <= max(0.15, PromptShare.LEAST * own) + PromptShare.MULTIPLE * own
 
 
 def test_a_number_that_somebody_chose_is_kept() -> None:
