@@ -130,8 +130,8 @@ def test_equals_the_other_backend(dtype, tolerance, make) -> None:
         assert torch.equal(ours.values[layer][:-BLOCK_SIZE], other.values[layer])
 
 
-def load(tmp_path: Path, family: str):
-    directory = make_tiny_model(tmp_path / family, family)
+def load(tmp_path: Path, family: str, layers: int | None = None):
+    directory = make_tiny_model(tmp_path / family, family, layers=layers)
     settings = ModelConfig(model=str(directory))
     return load_model(read_model_info(directory), settings, dtype=torch.float32, device=DEVICE)
 
@@ -191,9 +191,9 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
         return parts
 
     monkeypatch.setattr(triton_paged.TritonPagedAttention, "splits", count)
-    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), CACHE) == "TRITON_ATTN"
+    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2", 2), CACHE) == "TRITON_ATTN"
     assert cut >= {2, 3}
-    model = load(tmp_path, "gpt_oss")
+    model = load(tmp_path, "gpt_oss", 2)  # with a window and without
     assert choice.choose_backend("TRITON_ATTN", model, CACHE) == "TRITON_ATTN"
     on_its_own = "TRITON_ATTN" if DEVICE.type == "cuda" else "TORCH_SDPA"
     assert choice.choose_backend("auto", model, CACHE) == on_its_own
