@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.host import shared_tensors
-from engine.host.shared_tensors import FILE_NAME, is_shared, share
+from engine.host.shared_tensors import is_shared, share
 
 NUM_BYTES = 8 << 20
 
@@ -32,23 +32,28 @@ def made(seed: int = 1, add: int = 0) -> list[torch.Tensor]:
     ]
 
 
-def files() -> list[str]:
-    """Files of weights that this process has."""
+def file_of(tensors: list[torch.Tensor]) -> str:
+    """Beginning of the name of their file; models of other tests have others."""
+    return f"/memfd:{shared_tensors._name_of(tensors)}"
+
+
+def files(seed: int = 1) -> list[str]:
+    """Files of these tensors that this process has."""
     found = []
     for each in Path("/proc/self/fd").iterdir():
         try:
             found.append(os.readlink(each))
         except OSError:
             continue
-    return [each for each in found if each.startswith(f"/memfd:{FILE_NAME}")]
+    return [each for each in found if each.startswith(file_of(made(seed)))]
 
 
 def memory(kind: str) -> int:
-    """Bytes of this process' mappings of such files."""
-    total, is_counted = 0, False
+    """Bytes of this process' mappings of such a file."""
+    total, is_counted, name = 0, False, file_of(made())
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.partition(" ")[0].endswith(":"):
-            is_counted = f"/memfd:{FILE_NAME}" in line
+            is_counted = name in line
         elif is_counted and line.startswith(f"{kind}:"):
             total += int(line.split()[1]) << 10
     return total
@@ -121,5 +126,5 @@ def test_a_file_that_may_still_be_written_is_not_taken(monkeypatch: pytest.Monke
     with monkeypatch.context() as unsealed:
         unsealed.setattr(shared_tensors, "SEALS", 0)
         share(tensors)
-        assert len(files()) == 1
+        assert len(files(seed=2)) == 1
     assert not is_shared(made(seed=2))
