@@ -23,7 +23,7 @@ import pytest
 
 FILE = Path(__file__).with_name("costs.json")
 EACH_PUSH = os.environ.get("LOCKSTEP_EACH_PUSH", "") not in ("", "0")
-BUDGETS = {"plain": 1.5, "mesh": 30.0}
+BUDGETS = {"plain": 1.0, "mesh": 30.0}
 """Seconds of all cases of a test for each push."""
 LONGEST = {"plain": 4.0, "mesh": 40.0}
 """Seconds of a case beyond which it runs at night only."""
