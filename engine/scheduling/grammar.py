@@ -147,6 +147,7 @@ class Grammar:
         self._ends = vocabulary.bits_of(vocabulary.eos_ids) if params.ignore_eos else None
         self._stops = vocabulary.bits_of(stop_ids) if params.min_tokens else None
         self._within = None if allowed is None else vocabulary.bits_of(allowed)
+        self._has_bad_words = bool(params.bad_words)
         self._problem: str | None = None
         self.draft_masks: list[bytes] = []
         """Masks behind the newest token and each token of the last draft."""
@@ -210,7 +211,7 @@ class Grammar:
     def take(self, token_id: int) -> str | None:
         """Advance by this token; returns the problem if the grammar does not allow it."""
         if self._problem is None and not self._matcher.consume_token(token_id):
-            self._fail(why_refused(self._matcher, token_id))
+            self._fail(why_refused(self._matcher, token_id, has_bad_words=self._has_bad_words))
         self.ended = token_id in self._vocabulary.eos_ids
         return self._problem
 
@@ -231,11 +232,16 @@ def why_stopped(matcher: LLMatcher) -> str:
     }.get(reason, first_line(matcher.get_error() or reason))
 
 
-def why_refused(matcher: LLMatcher, token_id: int) -> str:
-    """Message for a token that was not accepted: no fit, or limits reached."""
+def why_refused(matcher: LLMatcher, token_id: int, *, has_bad_words: bool = False) -> str:
+    """Message for a token that was not accepted: no fit, or limits reached.
+
+    Masks let no such token be sampled, unless bad words exclude all that are in the mask.
+    """
     error = first_line(matcher.get_error() or "")
     if error.startswith("lexer error"):
         return f"its grammar is too complex ({error.removeprefix('lexer error: ')})"
+    if has_bad_words:
+        return "bad_words exclude every token that may come next"
     return f"token {token_id} does not follow its grammar"
 
 

@@ -455,6 +455,21 @@ def test_allowed_tokens_narrow_a_grammar(vocabulary: Vocabulary, tokenizer: Toke
         grammar_of(LETTERS, vocabulary, output_ids=[digit])
 
 
+def test_bad_words_that_leave_nothing_are_named(
+    alone: UniExecutor, directory: Path, tokenizer: Tokenizer
+) -> None:
+    core, errors = core_of(alone, directory), []
+    words = tuple((tokenizer.token_to_id(each),) for each in "ab")
+    params = SamplingParams(max_tokens=4, temperature=0.0, grammar=lark("start: /[ab]/"), bad_words=words)
+    assert core.submit(PEER, Submit(1, "r", [5], params, 0)) is None
+    deadline = time.monotonic() + 60
+    while not core.is_empty:
+        assert time.monotonic() < deadline
+        assert core.take_ready() == []
+        errors += [delta.error for delta in core.step().get(PEER, []) if delta.error] if core.has_work else []
+    assert errors == ["the structured output cannot go on: bad_words exclude every token that may come next"]
+
+
 @pytest.mark.parametrize("first", [0, 8, 101, 202])
 def test_masks_of_a_part_of_the_vocabulary(first: int) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
