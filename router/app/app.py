@@ -201,7 +201,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answer Starlette's errors: unknown path, or method not allowed."""
     assert isinstance(error, HTTPException)
     path, prefix = request.url.path, request.app.state.prefix
-    message = f"{request.method} {prefix}{path}: {error.detail}."
+    message = f"{request.method} {prefix}{path}: {error.detail.rstrip('.')}."
     if error.status_code == 404:
         message = not_there(path, prefix)
     return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))

@@ -66,7 +66,8 @@ class Uploads:
             if not isinstance(file, UploadFile):
                 refuse("The form must have a file in the field file.", "file")
             if (purpose := form.get("purpose")) != PURPOSE:
-                refuse(f"purpose must be {PURPOSE}, got {str(purpose)[:40]!r}.", "purpose")
+                found = "there is none" if purpose is None else f"got {str(purpose)[:40]!r}"
+                refuse(f"purpose must be {PURPOSE}, {found}.", "purpose")
             anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
             return Upload(file, _lifetime(anchor, seconds))
         except BaseException:

@@ -229,6 +229,12 @@ def test_bad_uploads_and_batches_are_refused(
     auth = {"authorization": "Bearer one"}
     assert server.client.post("/v1/files", json={}, headers=auth).status_code == 415
     form = {"file": ("a", b"x")}
+    for fields in ({"files": form}, {"content": b"x", "headers": {"content-type": "multipart/form-data"}}):
+        given = {**fields, "headers": auth | fields.get("headers", {})}
+        message = server.client.post("/v1/files", **given).json()["error"]["message"]
+        assert message in (
+            "purpose must be batch, there is none.", "POST /v1/files: Missing boundary in multipart."
+        )  # fmt: skip
     web = server.client.post("/v1/files", files=form, headers=auth | {"sec-fetch-site": "cross-site"})
     assert web.status_code == 403
     assert server.client.post("/v1/files", data={"purpose": "batch"}, headers=auth).status_code == 415
