@@ -273,7 +273,10 @@ class Runs:
                 await work
             except StoreUnusable as error:
                 logger.error("answer %s is lost for later readers: %s", run.id, error)
-                run.log.end(None if run.log.events else ApiError(503, "The store of answers fails."))
+                if not run.log.events:
+                    run.log.end(ApiError(503, "The store of answers fails."))
+                else:
+                    run.log.end(None if run.owned else RouterEnds())
             except Exception:
                 logger.exception("the run of answer %s failed", run.id)
                 run.log.end(None if run.log.events else unexpected())
@@ -361,6 +364,7 @@ class Runs:
                 if not making.done():
                     making.cancel()
                     await asyncio.gather(making, return_exceptions=True)
+                    watching.result()  # where the store has failed, readers would wait for ever
                     return
                 try:
                     making.result()

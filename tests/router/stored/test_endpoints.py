@@ -349,6 +349,37 @@ def test_a_router_that_knows_no_model_yet_ends_no_answer_of_a_dead_one(
     after.database.close()
 
 
+def test_a_reader_at_a_router_whose_store_fails_is_cut_off_and_not_forgotten(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """It reads what another router makes, so it can go on there."""
+    maker, reader = (
+        AnswerStore(StoreDatabase(tmp_path / "store", most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    slow, other = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 5.0
+    headers = {"authorization": "Bearer one"}
+    config = HttpConfig(api_key=KEYS)
+    with serving(slow, config, maker) as first, serving(other, config, reader) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        path = f"/v1/responses/{begun.id}?stream=true"
+        with (
+            second.client.stream("GET", path, headers=headers, timeout=30.0) as answer,
+            contextlib.suppress(httpx2.RemoteProtocolError),
+        ):
+            seen = b""
+            for part in answer.iter_bytes():
+                if not seen:
+                    with sqlite3.connect(tmp_path / "store") as connection:
+                        connection.execute("ALTER TABLE answers RENAME TO lost")
+                    connection.close()
+                seen += part
+        assert seen, "its first token had come"
+        assert b"response.completed" not in seen
+    for store in (maker, reader):
+        store.database.close()
+
+
 def test_an_answer_that_a_later_router_refuses_ends_with_its_reason(
     served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
