@@ -46,7 +46,7 @@ endif
 
 coverage: $(STAMP)  ## branch coverage of the rooms that decide, by their own tests; fails if it has fallen (two minutes)
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_NIGHTLY=0 LOCKSTEP_EACH_PUSH=1 LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal \
+	LOCKSTEP_NIGHTLY=0 LOCKSTEP_EACH_PUSH=1 LOCKSTEP_COVERAGE=1 $(BIN)/python -m tests.second_tries -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal \
 		tests/coordinator tests/engine/scheduling tests/router/dispatch
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
