@@ -143,21 +143,19 @@ class BatchRuns:
                     each.status, each.in_progress_at = BatchState.IN_PROGRESS, int(time.time())
 
             batch = await self.batches.advance(batch.id, begin)
-        reason: tuple[str, str] | None = None
-        if batch.status is BatchState.IN_PROGRESS and await self._answer_lines(batch):
-            reason = EXPIRED
+        if batch.status is BatchState.IN_PROGRESS:
+            await self._answer_lines(batch)
 
         def finalize(each: BatchObject) -> None:
             if each.status is BatchState.IN_PROGRESS:
                 each.status, each.finalizing_at = BatchState.FINALIZING, int(time.time())
 
         batch = await self.batches.advance(batch.id, finalize)
+        reason: tuple[str, str] | None = None
         if batch.status is BatchState.CANCELLING:
             reason = CANCELLED
-        elif batch.status is BatchState.FINALIZING and batch.expires_at <= time.time():
-            answered = len(await self.batches.answered(batch.id))
-            if answered < batch.request_counts.total:
-                reason = EXPIRED  # also where an earlier owner has found that out
+        elif len(await self.batches.answered(batch.id)) < batch.request_counts.total:
+            reason = EXPIRED  # whoever has found that out
         await self._gather(owned.tenant, batch, reason)
 
     async def _checked(self, batch: BatchObject) -> tuple[int, list[WrongLine]]:
@@ -183,15 +181,13 @@ class BatchRuns:
                     wrong.append(WrongLine(problem.code, str(problem), total, problem.param))
         return total, wrong if total else [WrongLine("empty_file", "The file has no lines.")]
 
-    async def _answer_lines(self, batch: BatchObject) -> bool:
-        """Answer all lines that have no answer; whether time was over, or the batch cancelled."""
+    async def _answer_lines(self, batch: BatchObject) -> None:
+        """Answer all lines that have no answer, until time is over or the batch is cancelled."""
         task = self._answering[batch.id] = asyncio.create_task(self._answer_all(batch))
         try:
             done, _ = await asyncio.wait((task,), timeout=max(0.0, batch.expires_at - time.time()))
-            if not done or task.cancelled():
-                return True
-            task.result()
-            return False
+            if done and not task.cancelled():
+                task.result()
         finally:
             del self._answering[batch.id]
             task.cancel()
@@ -239,10 +235,10 @@ class BatchRuns:
             outputs = await self._written(tenant, batch, "output", answers, written)
             errors = await self._written(tenant, batch, "error", self._errors(batch, reason), written)
             ended = await self._ended(batch, reason, outputs, errors, now)
-        except (StoreUnusable, BatchTaken):
-            for id in written:  # they are written anew, here or by another router
-                with contextlib.suppress(StoreUnusable):
-                    await self.files.delete(id)
+        except Exception:
+            with contextlib.suppress(StoreUnusable):
+                # Not those that are whole: the end was committed, and only the news of it was lost.
+                await self.files.discard(written)
             raise
         logger.info("batch %s is %s: %s", batch.id, ended.status, ended.request_counts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from router.batches.objects import FileObject
 from router.stored.backend import Session
@@ -99,6 +99,15 @@ class StoredFiles:
 
         await self._database.run(delete)
 
+    async def discard(self, ids: Sequence[str]) -> None:
+        """Delete those of these files that are not whole."""
+
+        def discard(session: Session) -> None:
+            for id in ids:
+                discard_unless_whole(session, id)
+
+        await self._database.run(discard)
+
     async def parts(self, id: str) -> AsyncIterator[bytes]:
         """Content of a file, part by part."""
         number = 0
@@ -172,6 +181,12 @@ class FileWriter:
 def make_whole(session: Session, id: str, expires: float) -> None:
     """Let a file be seen, in a transaction."""
     session.execute("UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id))
+
+
+def discard_unless_whole(session: Session, id: str) -> None:
+    """Delete a file that is not whole, in a transaction."""
+    if session.execute("DELETE FROM files WHERE id = ? AND is_whole = 0", (id,)).rowcount:
+        session.execute("DELETE FROM file_parts WHERE file = ?", (id,))
 
 
 def _object_of(row: tuple[str, int, float, str, str, float]) -> FileObject:

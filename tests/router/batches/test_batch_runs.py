@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from starlette.requests import Request
@@ -22,7 +22,7 @@ from router.batches.routes import batch_runs
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
-from router.stored.database import StoreDatabase
+from router.stored.database import StoreDatabase, StoreUnusable
 from router.stored.replayed_body import Handler
 from tests.router.batches.test_endpoints import database_of, file_of, line
 from tests.router.fake_mesh import FakeMesh, saying
@@ -120,15 +120,48 @@ def test_files_of_a_router_that_died_before_its_batch_had_ended_are_never_seen(
     database.close()
 
 
+def test_files_stay_where_only_the_news_of_the_end_was_lost(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database commits, and the connection breaks before it says so."""
+    database = database_of(tmp_path / "store")
+
+    async def run() -> None:
+        runs, _ = runs_on(database, served, {})
+        batch = await stored(runs, BatchState.FINALIZING)
+        for number in range(2):
+            await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+        commit = runs._ended
+
+        async def commit_and_break(*terms: Any) -> NoReturn:
+            await commit(*terms)
+            raise StoreUnusable("the connection broke")
+
+        monkeypatch.setattr(runs, "_ended", commit_and_break)
+        with pytest.raises(StoreUnusable):
+            await runs._carried_out(OwnedBatch("t", batch))
+        ended = await runs.batches.get(batch.id, "t")
+        assert ended is not None
+        assert ended.status is BatchState.COMPLETED
+        for id in (ended.output_file_id, ended.error_file_id):
+            assert id is not None
+            assert [line async for line in runs.files.lines(id, 50)] == [b"{}"]
+            assert await runs.files.get(id, "t") is not None
+
+    asyncio.run(run())
+    database.close()
+
+
+@pytest.mark.parametrize("status", [BatchState.IN_PROGRESS, BatchState.FINALIZING])
 @pytest.mark.parametrize("answered", [2, 1])
 def test_a_batch_that_was_answered_in_time_is_completed_however_late_its_files_are(
-    served: ServedModel, tmp_path: Path, answered: int
+    served: ServedModel, tmp_path: Path, answered: int, status: BatchState
 ) -> None:
     database = database_of(tmp_path / "store")
 
     async def run() -> None:
         runs, _ = runs_on(database, served, {})
-        batch = await stored(runs, BatchState.FINALIZING, lasts=-5)
+        batch = await stored(runs, status, lasts=-5)
         for number in range(answered):
             await runs.batches.answer(batch.id, number, LineAnswer(False, b"{}"))
         await runs._carried_out(OwnedBatch("t", batch))
