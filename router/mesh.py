@@ -48,6 +48,8 @@ class MeshError(Exception):
         self.param = param
         self.retry_after = retry_after
         self.is_final = is_final
+        self.num_lost = 0
+        """Instances that ended under the request since its last token."""
 
 
 class ServedModel(msgspec.Struct, frozen=True):

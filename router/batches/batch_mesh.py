@@ -11,6 +11,7 @@ import msgspec
 from coordinator.numerics import Numerics
 from engine.messages import BATCH_PRIORITY, Delta
 from router.batches.line_window import LineWindow
+from router.dispatch.ledger import MAX_FRUITLESS
 from router.mesh import (
     Generates,
     Generation,
@@ -34,6 +35,30 @@ def pauses() -> Iterator[float]:
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
+class LineLosses:
+    """Instances that ended under one line, over all its tries on the mesh.
+
+    The mesh counts those of one try, which ends where instances take long to come back.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __repr__(self) -> str:
+        return f"<LineLosses {self.count}>"
+
+    def judged(self, error: MeshError, before: int) -> MeshError:
+        """The error of a try, final if the line has ended too many instances.
+
+        ``before``: their count when the try began. Samples of one try may have lost the same instance.
+        """
+        self.count = max(self.count, before + error.num_lost)
+        if error.status != 503 or error.is_final or self.count < MAX_FRUITLESS:
+            return error
+        text = f"{self.count} instances ended while they computed the request"
+        return MeshError(503, error.kind, text, is_final=True)
+
+
 class BatchMesh:
     """The mesh for one batch line, whose requests wait for places in the window."""
 
@@ -43,6 +68,7 @@ class BatchMesh:
         self._window = window
         self._turn = turn
         self._events = events
+        self._losses = LineLosses()
 
     @property
     def model(self) -> ServedModel | None:
@@ -52,20 +78,28 @@ class BatchMesh:
     def generate(self, prompt: Prompt) -> Generation:
         """See :class:`router.mesh.Mesh`; sent once there is a place, and again if no instance takes it."""
         prompt = msgspec.structs.replace(prompt, priority=BATCH_PRIORITY)
-        return LineGeneration(self._mesh, prompt, self._window, self._turn, self._events)
+        return LineGeneration(self._mesh, prompt, self._window, self._turn, self._events, self._losses)
 
 
 class LineGeneration:
     """A :class:`router.mesh.Generation` that is begun when it is read, in a place of the window."""
 
     def __init__(
-        self, mesh: Generates, prompt: Prompt, window: LineWindow, turn: int, events: Counter[str]
+        self,
+        mesh: Generates,
+        prompt: Prompt,
+        window: LineWindow,
+        turn: int,
+        events: Counter[str],
+        losses: LineLosses,
     ) -> None:
         self._mesh = mesh
         self._prompt = prompt
         self._window = window
         self._turn = turn
         self._events = events
+        self._losses = losses
+        self._lost_before = losses.count
         self._generation: Generation | None = None
         self._has_place = False
         self._is_closed = False
@@ -133,9 +167,11 @@ class LineGeneration:
                         await self._window.spread()
                     yield delta
                 return
-            except MeshError as error:
+            except MeshError as raised:
+                error = self._losses.judged(raised, self._lost_before)
                 if error.status != 503 or error.is_final or has_begun:
-                    raise
+                    raise error from raised.__cause__
+                self._lost_before += raised.num_lost
             self._leave()
             self._events["line_tried_again"] += 1
             await asyncio.sleep(pause)

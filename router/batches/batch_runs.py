@@ -182,7 +182,7 @@ class BatchRuns:
         return total, wrong if total else [WrongLine("empty_file", "The file has no lines.")]
 
     async def _answer_lines(self, batch: BatchObject) -> None:
-        """Answer all lines that have no answer, until time is over or the batch is cancelled."""
+        """Answer the lines without an answer, until time is over or the batch cancelled."""
         task = self._answering[batch.id] = asyncio.create_task(self._answer_all(batch))
         try:
             done, _ = await asyncio.wait((task,), timeout=max(0.0, batch.expires_at - time.time()))

@@ -125,6 +125,8 @@ class RequestDispatcher(abc.ABC):
         """End a request with an error, which its stream raises."""
         self._drop(entry)
         entry.ends_its_move()
+        if isinstance(error, MeshError):
+            error.num_lost = entry.num_lost
         stream = self.streams.pop(entry, None)
         if stream is not None:
             stream.fail(error)

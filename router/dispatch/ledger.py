@@ -104,6 +104,8 @@ class Entry:
 
     0 once the current try has given a token.
     """
+    num_lost: int = 0
+    """Instances that ended under it since its last token; those that leave do not count."""
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     has_begun: bool = False
@@ -349,7 +351,7 @@ class Ledger:
         if entry.has_begun and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # sent by an earlier try
         entry.emitted += delta.token_ids
-        entry.fruitless, entry.failed_ranks = 0, frozenset()
+        entry.fruitless, entry.num_lost, entry.failed_ranks = 0, 0, frozenset()
         entry.has_begun = True
         if delta.finish_reason is not None:
             self.drop(entry)

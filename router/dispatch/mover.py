@@ -93,6 +93,8 @@ class RequestMover(RequestDispatcher):
             entry.inherits = entry.work if entry.fruitless == 0 else max(0, entry.work - entry.uncached)
             if instance.is_leaving:
                 entry.uncount_try()
+            else:
+                entry.num_lost += 1
             self.resume(entry, instance, patience)
 
     def let_go(self, instance: PooledInstance) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -138,6 +139,48 @@ def test_a_line_that_waits_for_its_turn_holds_no_place(served: ServedModel) -> N
         assert window.count == 0
 
     asyncio.run(asyncio.wait_for(run(), 5))
+
+
+class EndingMesh(FakeMesh):
+    """A mesh whose instances end of each request, and take long to come back."""
+
+    num_tokens = 0
+    """Tokens that a try gives before."""
+
+    def generate(self, prompt: Prompt) -> FakeGeneration:
+        generation = EndingGeneration(self, prompt, self.script(prompt)[: self.num_tokens])
+        self.generations.append(generation)
+        return generation
+
+
+class EndingGeneration(FakeGeneration):
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for delta in self._deltas:
+            yield delta
+        error = MeshError(503, "ServiceUnavailableError", "no instance is ready")
+        error.num_lost = 3
+        raise error
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_line_that_ends_instances_which_come_back_slowly_has_an_error(
+    served: ServedModel,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    samples: int,
+) -> None:
+    for module in ("batch_mesh", "line_runner"):
+        monkeypatch.setattr(f"router.batches.{module}.pauses", lambda: itertools.repeat(0.0))
+    mesh = EndingMesh(served, saying(ids_of(tokenizer, TEXT)), Facts(instances={"ready": 1}))
+    mesh.num_tokens = num_tokens
+    runner = runner_on(mesh, 4)
+    answering = runner.answer("batch_a", 0, 0, line(0, n=samples))
+    answer = asyncio.run(asyncio.wait_for(answering, 20))
+    assert answer.is_error
+    assert b"9 instances ended while they computed the request" in answer.text
+    assert len(mesh.generations) == 3 * samples, "three instances at each try"
 
 
 class LackingMesh(FakeMesh):

@@ -85,6 +85,23 @@ def test_blocks_are_expected_until_the_first_token() -> None:
     run(work, 1)
 
 
+def test_the_error_of_a_request_counts_the_instances_that_ended_since_its_last_token() -> None:
+    async def work(mesh: Mesh) -> None:
+        stream, name, submit = await mesh.send()
+        mesh.tell(name, Delta(submit.request, [7]))
+        lose(mesh, name)
+        (name,) = filter(mesh.has, mesh.links)
+        lose(mesh, name, patience=-1.0)
+        mover(mesh).dispatch_orphans()
+        deltas = aiter(stream)
+        assert (await anext(deltas)).token_ids == [7]
+        with pytest.raises(MeshError) as caught:
+            await asyncio.wait_for(anext(deltas), 5)
+        assert (caught.value.status, caught.value.is_final, caught.value.num_lost) == (503, False, 2)
+
+    run(work, 2)
+
+
 @pytest.mark.parametrize("patience", [60.0, -1.0])
 def test_a_request_without_an_instance_waits_for_so_long(patience: float) -> None:
     async def work(mesh: Mesh) -> None:
