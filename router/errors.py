@@ -107,9 +107,12 @@ def refuse(message: str, param: str | None = None) -> NoReturn:
 
 
 def refuse_misnamed(request: object, names: Mapping[str, str]) -> None:
-    """Refuse set fields of other endpoints; ``names``: what to use here instead."""
+    """Refuse set fields of other endpoints; ``names``: what to use here instead.
+
+    Values that ask for nothing pass: clients send them to every endpoint.
+    """
     for name, instead in names.items():
-        if getattr(request, name, None):
+        if getattr(request, name, None) not in (None, False, 0, "", [], {}, {"type": "text"}):
             raise AsSent(400, f"{name} is not supported here: {instead}.", param=name)
 
 

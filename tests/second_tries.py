@@ -3,14 +3,16 @@
 ``python -m tests.second_tries ARGUMENTS OF PYTEST``. Tests of real processes have deadlines in seconds, and the
 machine may be busy; a file that one test leaves open, or a port that it takes, fails another. Those that fail run
 once more, each alone, after all others. At the end each second try is listed with the last line of its first failure:
-they are to be mended. A file that cannot be loaded decides at once.
+they are to be mended. A file that cannot be loaded decides at once, and so does a process that dies.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
+from xml.etree import ElementTree
 
 import pytest
 
@@ -26,17 +28,21 @@ class Failures:
     """Test -> the last line of its first failure."""
     not_loaded: int = 0
     """Files whose tests could not be collected."""
+    crashed: list[str] = field(default_factory=list)
+    """Tests in which a worker of xdist died, most likely in native code."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.tests.setdefault(report.nodeid, last_line(report.longreprtext))
+            if report.when not in ("setup", "call", "teardown"):  # xdist's report of a dead worker
+                self.crashed.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self.not_loaded += report.failed
 
     @property
     def may_be_tried_again(self) -> bool:
-        return not self.not_loaded and 0 < len(self.tests) <= MOST
+        return not self.not_loaded and not self.crashed and 0 < len(self.tests) <= MOST
 
 
 def last_line(text: str) -> str:
@@ -47,8 +53,11 @@ def last_line(text: str) -> str:
 
 
 def try_again(test: str) -> bool:
-    """Whether a test passes alone, in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "pytest", test], check=False).returncode == 0
+    """Whether a test passes alone, and is not skipped, in a process of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".xml") as results:
+        command = [sys.executable, "-m", "pytest", test, "--junit-xml", results.name]
+        status = subprocess.run(command, check=False).returncode
+        return status == 0 and ElementTree.parse(results).find(".//skipped") is None
 
 
 def main(arguments: list[str]) -> int:
@@ -62,6 +71,8 @@ def main(arguments: list[str]) -> int:
             f"no second tries: {len(failures.tests)} tests failed (at most {MOST} are tried again), "
             f"{failures.not_loaded} files could not be loaded"
         )
+        for test in failures.crashed:
+            print(f"  a process died in {test}")
         return status
     passed = {test: try_again(test) for test in failures.tests}
     print(f"{len(passed)} second tries (at most {MOST}):")

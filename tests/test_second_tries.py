@@ -29,6 +29,25 @@ def test_fails_without_a_mark():
     assert False, "wrong"
 """
 BROKEN = "import pytest\n@pytest.mark.mesh\ndef test_always_fails():\n    assert False, 'always'\n"
+DIES = """
+import os, pathlib
+
+def test_dies_the_first_time():
+    seen = pathlib.Path(__file__).with_name("died")
+    if not seen.exists():
+        seen.touch()
+        os.abort()
+"""
+SKIPS = """
+import pathlib, pytest
+
+def test_fails_then_skips():
+    seen = pathlib.Path(__file__).with_name("failed")
+    if seen.exists():
+        pytest.skip("why not")
+    seen.touch()
+    assert False, "wrong"
+"""
 PASSES = "def test_passes():\n    pass\n"
 
 
@@ -96,3 +115,15 @@ def test_a_file_that_cannot_be_loaded_decides_at_once(tmp_path: Path) -> None:
         "no second tries: 1 tests failed (at most 2 are tried again), 1 files could not be loaded"
         in done.stdout
     )
+
+
+def test_a_process_that_dies_decides_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "--numprocesses", "1", dies=DIES, passes=PASSES)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "  a process died in test_dies.py::test_dies_the_first_time"
+
+
+def test_a_second_try_that_is_skipped_has_not_passed(tmp_path: Path) -> None:
+    done = run(tmp_path, skips=SKIPS)
+    assert done.returncode == 1
+    assert "  FAILED test_skips.py::test_fails_then_skips: assert False" in done.stdout

@@ -295,7 +295,7 @@ def test_fields_that_are_accepted(client: openai.OpenAI, say: Speaker) -> None:
         model="tiny", input="Hello", store=True, user="me", top_p=0.9, truncation="disabled",
         reasoning={"effort": "low"}, text={"format": {"type": "text"}}, service_tier="auto",
         include=["reasoning.encrypted_content"], tool_choice="auto", parallel_tool_calls=False,
-        extra_body={"n": 1, "max_tokens": None, "logprobs": False, "seed": 5, "top_k": 3, "logit_bias": {"7": -5}, "stop_token_ids": [9],
+        extra_body={"n": 1, "max_tokens": None, "logprobs": False, "response_format": {"type": "text"}, "seed": 5, "top_k": 3, "logit_bias": {"7": -5}, "stop_token_ids": [9],
                     "chat_template_kwargs": {"enable_thinking": True}},
     )  # fmt: skip
     assert answer.model_extra is not None
