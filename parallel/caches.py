@@ -33,7 +33,11 @@ def own_directory(name: str) -> Path:
         OSError: it belongs to somebody else, or cannot be made.
     """
     directory = cache_directory(name)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}: set XDG_CACHE_HOME to a directory that can be written to"
+        raise OSError(error.errno, why, error.filename) from error
     found = directory.stat()
     if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
         directory.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)  # the umask's doing

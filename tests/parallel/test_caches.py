@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.caches import cache_directory
+from parallel.caches import cache_directory, own_directory
 
 
 def test_caches_are_where_the_user_wants_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +23,12 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(OSError, match="XDG_CACHE_HOME"):
         cache_directory("kernels")
+
+
+def test_a_cache_that_cannot_be_made_names_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NotADirectoryError, match="set XDG_CACHE_HOME to a directory.*file"):
+        own_directory("kernels")
