@@ -30,5 +30,5 @@ def test_a_cache_that_cannot_be_made_names_what_to_set(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(NotADirectoryError, match="set XDG_CACHE_HOME to a directory.*file"):
+    with pytest.raises(NotADirectoryError, match=r"set XDG_CACHE_HOME to a directory.*file"):
         own_directory("kernels")
