@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import mmap
 import os
+import struct
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,6 +24,12 @@ FILE_NAME = "lockstep-weights"
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 SAMPLE = 64
 """Bytes at begin, middle and end of each tensor, for the name of the file."""
+ROW = struct.Struct("<QQ16s")
+"""Entry at the end of a file: begin, bytes and sample's digest of a tensor."""
+COUNT = struct.Struct("<Q")
+"""Number of rows, behind them."""
+MOST_WRITTEN = 1 << 30
+"""Bytes written at once; the system takes less than 2 GiB."""
 
 
 def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
@@ -36,10 +43,11 @@ def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
 def share(tensors: Sequence[torch.Tensor]) -> None:
     """Move contiguous tensors to a file that another process shares, or to a new one.
 
-    What is written to them afterwards is this process' own.
+    Each leaves its memory when its bytes are in the new file. What is written to them afterwards is this
+    process' own.
 
     Raises:
-        OSError: there are no such files here, or no memory.
+        OSError: there are no such files here, or no memory. Some tensors may be in one.
     """
     if not tensors:
         return
@@ -47,11 +55,68 @@ def share(tensors: Sequence[torch.Tensor]) -> None:
     for descriptor in _found(name, size):
         places = _places(tensors, _mapped(descriptor, size))
         if all(map(torch.equal, map(_bytes_of, tensors), places)):
-            break
-    else:
-        places = _places(tensors, _mapped(_filled(tensors, name, size), size))
-    for tensor, place in zip(tensors, places, strict=True):
-        tensor.data = place.view(tensor.dtype).view(tensor.shape)
+            for tensor, place in zip(tensors, places, strict=True):
+                _put(tensor, place)
+            return
+    _move(tensors, name, size)
+
+
+class SharedBytes:
+    """Tensors in the files of this host, which are found one by one.
+
+    It keeps the files until the last reference to it and to its tensors is gone.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, list[torch.Tensor]] = {}
+        for descriptor in _found(FILE_NAME, None):
+            size = os.fstat(descriptor).st_size
+            if size >= COUNT.size:
+                self._add(_mapped(descriptor, size), size)
+            else:
+                os.close(descriptor)
+
+    def __repr__(self) -> str:
+        return f"<SharedBytes of {len(self._places)} tensors>"
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether there seems to be a tensor with a :func:`sample_digest`."""
+        return digest in self._places
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of a contiguous tensor in a file; None where no file has them."""
+        own = _bytes_of(tensor)
+        found = self._places.get(_sample_of(own), [])
+        return next((each for each in found if torch.equal(each, own)), None)
+
+    def _add(self, memory: mmap.mmap, size: int) -> None:
+        (count,) = COUNT.unpack_from(memory, size - COUNT.size)
+        first = size - COUNT.size - count * ROW.size
+        for number in range(count if first >= 0 else 0):
+            begin, num_bytes, digest = ROW.unpack_from(memory, first + number * ROW.size)
+            if 0 < num_bytes <= first - begin:
+                place = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=begin)
+                self._places.setdefault(digest, []).append(place)
+
+
+def sample_places(num_bytes: int) -> list[tuple[int, int]]:
+    """Begins and ends of the parts of a tensor that its sample is made of."""
+    begins = (0, max(0, num_bytes // 2 - SAMPLE), max(0, num_bytes - SAMPLE))
+    return [(begin, min(begin + SAMPLE, num_bytes)) for begin in begins]
+
+
+def sample_digest(num_bytes: int, parts: Sequence[bytes]) -> bytes:
+    """Digest of the parts at :func:`sample_places` of a tensor."""
+    return hashlib.sha256(b"".join([COUNT.pack(num_bytes), *parts])).digest()[:16]
+
+
+def _sample_of(own: torch.Tensor) -> bytes:
+    parts = [own[begin:end].numpy().tobytes() for begin, end in sample_places(len(own))]
+    return sample_digest(len(own), parts)
+
+
+def _put(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    tensor.data = place.view(tensor.dtype).view(tensor.shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +130,7 @@ def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _size_of(tensors: Sequence[torch.Tensor]) -> int:
-    return _offsets(tensors)[-1]
+    return _offsets(tensors)[-1] + len(tensors) * ROW.size + COUNT.size
 
 
 def _places(tensors: Sequence[torch.Tensor], memory: mmap.mmap) -> list[torch.Tensor]:
@@ -76,37 +141,53 @@ def _places(tensors: Sequence[torch.Tensor], memory: mmap.mmap) -> list[torch.Te
     ]
 
 
+def _rows(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The end of the file."""
+    rows = [
+        ROW.pack(offset, each.nbytes, _sample_of(_bytes_of(each)))
+        for each, offset in zip(tensors, _offsets(tensors), strict=False)
+    ]
+    return b"".join([*rows, COUNT.pack(len(rows))])
+
+
 def _name_of(tensors: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_rows(tensors))
     for tensor in tensors:
-        found = _bytes_of(tensor)
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        for begin in (0, max(0, len(found) // 2 - SAMPLE), max(0, len(found) - SAMPLE)):
-            digest.update(found[begin : begin + SAMPLE].numpy().tobytes())
     return f"{FILE_NAME}-{digest.hexdigest()[:32]}"
 
 
-def _filled(tensors: Sequence[torch.Tensor], name: str, size: int) -> int:
-    """Descriptor of a new sealed file with the bytes of tensors."""
+def _move(tensors: Sequence[torch.Tensor], name: str, size: int) -> None:
+    """Move tensors to a new file, which is sealed then."""
+    rows, offsets = _rows(tensors), _offsets(tensors)
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        _fill(tensors, mmap.mmap(descriptor, size))
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)  # an error while it can be written anywhere
-    except BaseException:
+        places = _places(tensors, _mapped(os.dup(descriptor), size))
+        for tensor, offset, place in zip(tensors, offsets, places, strict=False):
+            _write(descriptor, memoryview(_bytes_of(tensor).numpy()), offset)
+            _put(tensor, place)
+        _write(descriptor, memoryview(rows), offsets[-1])
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         os.close(descriptor)
-        raise
-    return descriptor
 
 
-def _fill(tensors: Sequence[torch.Tensor], memory: mmap.mmap) -> None:
-    """Copy the bytes of tensors to memory, which is mapped no longer then."""
-    for tensor, place in zip(tensors, _places(tensors, memory), strict=True):
-        place.copy_(_bytes_of(tensor))
+def _write(descriptor: int, numbers: memoryview, offset: int) -> None:
+    """Write to a file.
+
+    With a mapping missing memory would be a signal, not an error.
+    """
+    written = 0
+    while written < len(numbers):
+        written += os.pwrite(descriptor, numbers[written : written + MOST_WRITTEN], offset + written)
 
 
-def _found(name: str, size: int) -> Iterator[int]:
-    """Descriptors of sealed files of this name and size; the caller closes each."""
+def _found(name: str, size: int | None) -> Iterator[int]:
+    """Descriptors of sealed files whose names begin so.
+
+    The caller closes each. ``size``: None for any.
+    """
     seen = set()
     for path in _open_files():
         with contextlib.suppress(OSError):  # closed meanwhile, or another user's
@@ -114,8 +195,10 @@ def _found(name: str, size: int) -> Iterator[int]:
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             status = os.fstat(descriptor)
-            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == SEALS
-            if status.st_ino in seen or status.st_size != size or not is_sealed:
+            is_sealed = (
+                fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+            )  # the system may add its own
+            if status.st_ino in seen or size not in (None, status.st_size) or not is_sealed:
                 os.close(descriptor)
                 continue
             seen.add(status.st_ino)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -16,6 +18,8 @@ from engine.host import shared_tensors
 from engine.host.shared_tensors import is_shared, share
 
 NUM_BYTES = 8 << 20
+NO_PROGRAM = 8
+"""MFD_NOEXEC_SEAL of Linux 6.3."""
 
 
 def made(seed: int = 1, add: int = 0) -> list[torch.Tensor]:
@@ -128,3 +132,64 @@ def test_a_file_that_may_still_be_written_is_not_taken(monkeypatch: pytest.Monke
         share(tensors)
         assert len(files(seed=2)) == 1
     assert not is_shared(made(seed=2))
+
+
+def test_seals_that_the_system_adds_are_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with vm.memfd_noexec, by which each new file is sealed against programs, too."""
+    tensors = made(seed=3)
+    with monkeypatch.context() as stricter:
+        stricter.setattr(os, "MFD_CLOEXEC", os.MFD_CLOEXEC | NO_PROGRAM)
+        try:
+            share(tensors)
+        except OSError as error:
+            pytest.skip(f"no such flag in this system: {error}")
+    assert len(files(seed=3)) == 1
+    assert is_shared(made(seed=3))
+
+
+def test_memory_that_runs_short_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a signal; tensors stay, or are in a file that nobody changes."""
+    tensors, wanted, files_written, write = made(seed=4), made(seed=4), list[int](), os.pwrite
+
+    def fail(descriptor: int, numbers: memoryview, offset: int) -> int:
+        if len(files_written) == 3:
+            raise OSError(errno.ENOSPC, "no memory")
+        files_written.append(descriptor)
+        return write(descriptor, numbers[:NUM_BYTES], offset)
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="no memory"):
+            share(tensors)
+    assert all(map(torch.equal, tensors, wanted))
+    (path,) = [each for each in Path("/proc/self/fd").iterdir() if is_file_of(each, wanted)]
+    descriptor = os.open(path, os.O_RDONLY)
+    assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & shared_tensors.SEALS == shared_tensors.SEALS
+    os.close(descriptor)
+    share(other := made(seed=4))
+    assert all(map(torch.equal, other, wanted)), "the half that is there is not taken for all"
+
+
+def is_file_of(path: Path, tensors: list[torch.Tensor]) -> bool:
+    return path.is_symlink() and os.readlink(path).startswith(file_of(tensors))
+
+
+def test_private_memory_goes_as_the_file_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a move takes one tensor more, not all of them again."""
+    tensors, most, write = [torch.full((1 << 24,), number) for number in range(4)], 0, os.pwrite
+    each = tensors[0].nbytes
+
+    def private() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def note(descriptor: int, numbers: memoryview, offset: int) -> int:
+        nonlocal most
+        count = write(descriptor, numbers, offset)
+        most = max(most, private() + os.fstat(descriptor).st_blocks * 512)
+        return count
+
+    before = private()
+    monkeypatch.setattr(os, "pwrite", note)
+    share(tensors)
+    assert each <= most - before < 1.5 * each
+    assert [int(tensor.sum()) for tensor in tensors] == [number << 24 for number in range(4)]
