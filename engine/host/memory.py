@@ -9,7 +9,7 @@ import fcntl
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,11 +59,16 @@ def return_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def turn(patience: float = TURN_TIMEOUT, devices: Sequence[str] = ()) -> Iterator[None]:
+def turn(
+    patience: float = TURN_TIMEOUT,
+    devices: Sequence[str] = (),
+    while_waiting: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Lock for measuring free memory and taking it, one process a time.
 
     It is of this host's memory, or of that of ``devices``. Instances that start together would see the same
-    memory. After ``patience`` seconds a process goes on without the lock.
+    memory. After ``patience`` seconds a process goes on without the lock. ``while_waiting`` is called time
+    and again, and may raise.
     """
     with contextlib.ExitStack() as held:
         until = time.monotonic() + patience
@@ -73,6 +78,7 @@ def turn(patience: float = TURN_TIMEOUT, devices: Sequence[str] = ()) -> Iterato
                 if time.monotonic() > until:
                     logger.warning("another instance has taken memory for %.0f s; going on", patience)
                     break
+                while_waiting()
                 time.sleep(0.02)
         yield
 

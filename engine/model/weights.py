@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -169,6 +169,26 @@ def align(module: Any, sharers: int = 1, promised: int = 0) -> bool:
     for tensor in _misaligned(module):
         tensor.data = tensor.data.clone()
     return True
+
+
+def share_again(tensors: Iterable[torch.Tensor]) -> None:
+    """Move tensors that were read anew to a copy that processes of one host share.
+
+    Those in private memory leave it one by one, so that this takes hardly more.
+    """
+    by_place: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for each in tensors:
+        if not each.is_cuda and each.is_contiguous() and each.nbytes:
+            by_place.setdefault((each.data_ptr(), each.nbytes), []).append(each)
+        elif not each.is_cuda and 0 not in each.stride():  # no part of it stays in another version's file
+            each.data = each.data.clone()
+    try:
+        share([same[0] for same in by_place.values()])
+    except OSError as error:
+        logger.warning("each instance of this host has weights of its own: %s", error)
+    for first, *others in by_place.values():
+        for each in others:
+            each.data = first.data.view(-1).view(torch.uint8).view(each.dtype).view(each.shape)
 
 
 def bytes_to_align(module: Any, sharers: int = 1, promised: int = 0) -> int:

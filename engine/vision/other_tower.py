@@ -51,4 +51,5 @@ class TowerReader:
             other = load_tower(
                 self._served, tower.dtype, tower.computes, tower.device, weights=(directory, open_file)
             )
+        other.share_weights()
         return OtherTower(self._images, other)

@@ -23,7 +23,7 @@ from engine.model.errors import first_line
 from engine.model.sharding.shard_weights import all_tensors
 from engine.model.weight_files import OpenFile
 from engine.model.weight_set import weight_files
-from engine.model.weights import LOADING, align
+from engine.model.weights import LOADING, align, share_again
 from engine.prompt_images import PLACES, PromptImage
 from parallel.compiler import cpu_flags
 
@@ -82,6 +82,11 @@ class ImageTower:
     def num_bytes(self) -> int:
         """Bytes of its weights, as they are computed with."""
         return sum(each.nbytes for each in (*self._model.parameters(), *self._model.buffers()))
+
+    def share_weights(self) -> None:
+        """Have weights that were read for it alone with other processes of this host."""
+        with turn():  # the others find the first one's
+            share_again([*self._model.parameters(), *self._model.buffers()])
 
     def run_layers_by(self, run: Callable[[Callable[[], Any]], Any]) -> None:
         """Let ``run`` call each layer from now on."""
@@ -184,7 +189,7 @@ def load_tower(
 
     That is made without any layer, so its weights are not read but for the embedding, which is dropped.
     ``sharers``: processes of this host that do so at once. ``weights``: directory of other weights of the
-    same model, and what opens its files; None: its own.
+    same model, and what opens its files, to be shared afterwards; None: its own.
 
     Raises:
         CheckpointError: it has no encoder of images that transformers knows.
@@ -224,8 +229,10 @@ def load_tower(
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
             setattr(inner, name, None)
-    with turn():  # of processes that would all make a copy, the others find the first one's
-        is_mapped = not align(inner, sharers)
+    is_mapped = False
+    if weights is None:
+        with turn():  # of processes that would all make a copy, the others find the first one's
+            is_mapped = not align(inner, sharers)
     return ImageTower(inner, hidden, dtype, computes, device, is_mapped=is_mapped)
 
 

@@ -1,4 +1,4 @@
-"""Files of new weights, read into private memory and hashed on the way.
+"""Files of new weights, which are read into memory and hashed on the way.
 
 Files that are mapped would change under their reader where a trainer writes to them, and a cut one would end
 the process. So nothing of a version that is in use depends on its files any more.
@@ -6,6 +6,7 @@ the process. So nothing of a version that is in use depends on its files any mor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.host.shared_tensors import SharedBytes, sample_digest, sample_places
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.host_digest import states_of
 from engine.model.weight_digest import (
@@ -40,7 +42,10 @@ class PrivateFiles:
     """The files of one version, whose tensors are hashed when they are read."""
 
     def __init__(
-        self, files: Sequence[Path], should_stop: Callable[[], bool], rest: Callable[[], None] = lambda: None
+        self,
+        files: Sequence[Path],
+        should_stop: Callable[[], bool],
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
         """``should_stop`` is asked before each tensor; ``rest`` is called after each.
 
@@ -49,6 +54,8 @@ class PrivateFiles:
         """
         self._should_stop = should_stop
         self._rest = rest
+        self.shared: SharedBytes | None = None
+        """Tensors that this host's processes share, in place of equal ones that are read."""
         self._files = list(files)
         self._states = states_of(files)
         chosen = files_of_tensors(self._files[0].parent)  # a file may have others, of an earlier version
@@ -69,13 +76,33 @@ class PrivateFiles:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for _, tensor in self.homes.values())
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Bytes of tensors that are not shared yet, and of the largest other one.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if self.shared is None:
+            return self.num_bytes
+        shared = [tensor.num_bytes for path, tensor in self.homes.values() if self._is_shared(path, tensor)]
+        return self.num_bytes - sum(shared) + max(shared, default=0)
+
+    def _is_shared(self, path: Path, tensor: StoredTensor) -> bool:
+        with path.open("rb", buffering=0) as file:
+            parts = [
+                os.pread(file.fileno(), end - begin, tensor.begin + begin)
+                for begin, end in sample_places(tensor.num_bytes)
+            ]
+        return self.shared is not None and sample_digest(tensor.num_bytes, parts) in self.shared
+
     def open(self, path: Path) -> nullcontext[PrivateFile]:
         """One of the files, as :class:`engine.model.weight_files.OpenFile` opens it."""
         names = [name for name, (home, _) in self.homes.items() if home == path]
         return nullcontext(PrivateFile(self, names))
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, in memory of its own.
+        """A tensor, in memory of its own or in that which is shared.
 
         Raises:
             OSError, CheckpointError: it cannot be read, or has changed since it was.
@@ -86,6 +113,8 @@ class PrivateFiles:
             raise CheckpointError(f"{name} has numbers of type {tensor.kind}, which is not known")
         held = torch.empty(tensor.num_bytes, dtype=torch.uint8)
         self._hash(name, memoryview(held.numpy()))
+        if self.shared is not None and (found := self.shared.find(held)) is not None:
+            held = found
         return held.view(TYPES[tensor.kind]).view(tensor.shape)
 
     def digest(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +17,9 @@ import torch
 
 from engine.config import ModelConfig
 from engine.host.background import Pace, beside_steps
-from engine.host.memory import MARGIN, is_out_of_memory
+from engine.host.memory import MARGIN, is_out_of_memory, return_freed_memory, turn
 from engine.host.openmp import compute_with
+from engine.host.shared_tensors import SharedBytes
 from engine.kernels.other_weights import NativeWeights, PreparedWeights, TorchWeights, kept_buffers
 from engine.kernels.program import Program
 from engine.model.checkpoint import ModelInfo, ReadingStopped
@@ -28,7 +30,7 @@ from engine.model.tensors_again import read_again
 from engine.model.weight_digest import StoredTensor
 from engine.model.weight_files import OpenFile
 from engine.model.weight_set import check_weights, weight_files
-from engine.model.weights import LoadedModel
+from engine.model.weights import LoadedModel, share_again
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
 from engine.weight_versions.private_files import PrivateFiles
 from engine.weight_versions.resting import Resting
@@ -38,6 +40,9 @@ from engine.weight_versions.spread_weights import SpreadWeights
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
+
+READING_PATIENCE = 600.0
+"""Seconds that an instance waits until the others of its host have read the weights."""
 
 
 class PartBeside(Protocol):
@@ -196,7 +201,35 @@ class ShardWeights:
         files = PrivateFiles(weight_files(directory), should_stop, pace.rest)
         check_config(Path(self._info.directory), directory)
         check_tensors(self._stored, {name: tensor for name, (_, tensor) in files.homes.items()})
-        self._check_memory(files.num_bytes)
+        with self._room(should_stop):
+            if self._shares:
+                files.shared = SharedBytes()
+            self._check_memory(files.bytes_to_come)
+            self._next = self._read(directory, files, should_stop)
+        if self.drafts is not None:
+            self._next_drafts = self.drafts.prepare(directory, files.open)
+        if self.tower is not None:
+            self._next_tower = self.tower.prepare(directory, files.open)
+        return files.digest()
+
+    @property
+    def _shares(self) -> bool:
+        """Whether torch computes with tensors that instances of this host have once."""
+        return self._program is None and self._held is None
+
+    def _room(self, should_stop: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Context in which one process a time takes memory that it shares.
+
+        The next one finds what the one before it has read.
+        """
+
+        def look() -> None:
+            if should_stop():
+                raise ReadingStopped
+
+        return turn(READING_PATIENCE, while_waiting=look) if self._shares else nullcontext()
+
+    def _read(self, directory: Path, files: PrivateFiles, should_stop: Callable[[], bool]) -> PreparedWeights:
         model = self._model
         spread = (
             None
@@ -212,16 +245,12 @@ class ShardWeights:
         if spread is not None:
             found = spread.take(found, self._settings.online, should_stop)
         self._spread = spread
-        if self._program is None:
-            self._next = TorchWeights(model.module, found)
-        else:
-            self._next = NativeWeights(model, self._program, found)
-        del module, found
-        if self.drafts is not None:
-            self._next_drafts = self.drafts.prepare(directory, files.open)
-        if self.tower is not None:
-            self._next_tower = self.tower.prepare(directory, files.open)
-        return files.digest()
+        if self._program is not None:
+            return NativeWeights(model, self._program, found)
+        if self._shares:
+            share_again(found.values())
+            return_freed_memory()
+        return TorchWeights(model.module, found)
 
     def _check_memory(self, num_bytes: int) -> None:
         """Check that there is room for what this shard reads, and for its laid-out form."""
