@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from router.api.stored_terms import StoredTerms
+from router.dispatch.ledger import MAX_FRUITLESS
 from router.errors import ApiError, error_body, from_mesh, unexpected
 from router.ids import repeat_ids
 from router.mesh import Mesh, MeshError
@@ -121,8 +122,12 @@ class Run:
         """Counts of an answer that another router began, until it has ended."""
         self.task: asyncio.Task[None] | None = None
         self.cancelled = False
+        self.num_lost = 0
+        """Instances that ended under it, over all its tries without any token."""
+        self.refused_at: float | None = None
+        """When a mesh that has a model first refused what another router had taken."""
         self._readers = 0
-        self.begun_at = self._left_at = time.monotonic()
+        self._left_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<Run {self.id}: {self.log}, {self._readers} readers>"
@@ -320,15 +325,17 @@ class Runs:
                 run.log.write(message["body"])
 
         error: ApiError | None = None
+        is_final = not retries
         try:
             await response(scope, never, send)
         except MeshError as raised:
             error = from_mesh(raised)
+            is_final = is_final or _ends_instances(run, raised)
         except ApiError as raised:
             error = raised
         if self._is_closing:
             return
-        if error is not None and error.status == 503 and retries:
+        if error is not None and error.status == 503 and not is_final:
             raise _Unavailable from error
         await self._store_end(run, error)
         run.log.end(error)
@@ -349,9 +356,10 @@ class Runs:
 
         async def continues() -> bool:
             if await self.store.claim(run.key):
-                run.owned = True
-                self.counts.store.events["answer_taken_over"] += 1
-                logger.info("goes on with answer %s, whose router is gone", run.id)
+                if not run.owned:
+                    run.owned = True
+                    self.counts.store.events["answer_taken_over"] += 1
+                    logger.info("goes on with answer %s, whose router is gone", run.id)
                 return False
             await asyncio.sleep(FOLLOW_SECONDS)
             return True
@@ -387,12 +395,13 @@ class Runs:
         except MeshError as error:
             raise _Unavailable from error
         except ApiError as error:
-            is_early = error.status == 404 and time.monotonic() - run.begun_at < REFUSED_SECONDS
-            if error.status == 503 or is_early:
+            now = time.monotonic()
+            run.refused_at = now if run.refused_at is None else run.refused_at
+            is_early = error.status == 404 and now - run.refused_at < REFUSED_SECONDS
+            if error.status == 503 or is_early or await continues():  # a living router goes on with it
                 raise _Unavailable from error
-            if not await continues():  # its router is dead; a living one goes on
-                await self._store_end(run, error)
-                run.log.end(error)
+            await self._store_end(run, error)
+            run.log.end(error)
             return
         await self._made(run, response, scope, retries=True)
 
@@ -484,6 +493,12 @@ class Runs:
 
 class _Unavailable(Exception):
     """No instance takes the answer now."""
+
+
+def _ends_instances(run: Run, error: MeshError) -> bool:
+    """Whether a run has ended too many instances to be tried again."""
+    run.num_lost += error.num_lost
+    return error.is_final or run.num_lost >= MAX_FRUITLESS
 
 
 def fingerprint_of(mesh: Mesh) -> str:

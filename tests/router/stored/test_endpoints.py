@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
 import msgspec
@@ -18,7 +19,7 @@ import pytest
 
 from engine.messages import Delta, FinishReason
 from router.config import HttpConfig
-from router.mesh import Prompt, ServedModel
+from router.mesh import MeshError, Prompt, ServedModel
 from router.stored import runs
 from router.stored.database import StoreDatabase
 from router.stored.store import AnswerState, AnswerStore, key_of
@@ -399,6 +400,99 @@ def test_an_answer_that_a_later_router_refuses_ends_with_its_reason(
         until(lambda: get(second, path).json()["status"] == "failed")
         assert "`tiny` does not exist" in get(second, path).text
     after.database.close()
+
+
+@pytest.mark.parametrize(("is_final", "num_lost", "tries"), [(True, 8, 1), (False, 3, 3)])
+def test_an_answer_that_ends_the_instances_of_a_later_router_is_tried_no_further(
+    served: ServedModel,
+    tokenizer: Tokenizer,
+    endpoint_place: Path | str,
+    monkeypatch: pytest.MonkeyPatch,
+    is_final: bool,
+    num_lost: int,
+    tries: int,
+) -> None:
+    monkeypatch.setattr(runs, "RETRY_SECONDS", 0.05)
+    before, after = (
+        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 30.0
+    found = 0
+
+    def end(_: Prompt) -> NoReturn:
+        nonlocal found
+        found += 1
+        error = MeshError(503, "ServiceUnavailableError", "it ends instances", is_final=is_final)
+        error.num_lost = num_lost
+        raise error
+
+    fresh.script = end
+    config = HttpConfig(api_key=KEYS)
+    with serving(slow, config, before) as first, serving(fresh, config, after) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        before.database.close()  # as at its death
+        path = f"/v1/responses/{begun.id}"
+        until(lambda: get(second, path).json()["status"] == "failed")
+        assert "it ends instances" in get(second, path).text
+        assert found == tries
+        taken_over = 'lockstep:store_events_total{event="answer_taken_over"} 1.0'
+        assert taken_over in second.client.get("/metrics").text
+    after.database.close()
+
+
+def test_time_for_adapters_begins_when_there_is_a_model(
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mesh that starts again first has no model, then not yet all its adapters."""
+    monkeypatch.setattr(runs, "REFUSED_SECONDS", 2.0)
+    before, after = (
+        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 30.0
+    fresh.model = None
+    config = HttpConfig(api_key=KEYS)
+    with serving(slow, config, before) as first, serving(fresh, config, after) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        before.database.close()  # as at its death
+        path = f"/v1/responses/{begun.id}"
+        reader = threading.Thread(target=lambda: get(second, f"{path}?stream=true"))
+        reader.start()  # which makes its run known here
+        reader.join(2.5)
+        fresh.model = msgspec.structs.replace(served, names=("another",))
+        reader.join(1.0)
+        assert get(second, path).json()["status"] == "in_progress"
+        fresh.model = served
+        until(lambda: get(second, path).json()["status"] == "completed")
+        reader.join(20.0)
+    after.database.close()
+
+
+def test_a_router_that_refuses_what_a_living_one_makes_looks_seldom(
+    served: ServedModel, tokenizer: Tokenizer, place: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = (AnswerStore(StoreDatabase(place, most_bytes=1 << 20, lasts=False)) for _ in range(2))
+    slow, strange = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 0.5
+    strange.model = msgspec.structs.replace(served, fingerprint="another")
+    remade, tries = runs.Runs._remade, 0
+
+    async def counted(*terms: Any) -> None:
+        nonlocal tries
+        tries += 1
+        await remade(*terms)
+
+    monkeypatch.setattr(runs.Runs, "_remade", counted)
+    with serving(slow, HttpConfig(), owner) as first, serving(strange, HttpConfig(), other) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        began_at = time.monotonic()
+        events = get(second, f"/v1/responses/{begun.id}?stream=true").text
+        assert "event: response.completed" in events
+        most = 2 + (time.monotonic() - began_at) / runs.RETRY_SECONDS
+        assert 1 <= tries <= most, "each reads all tokens and makes their text again"
+    for store in (owner, other):
+        store.database.close()
 
 
 def test_a_refused_request_is_not_stored(stored: Server) -> None:
