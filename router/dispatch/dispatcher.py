@@ -142,6 +142,25 @@ class RequestDispatcher(abc.ABC):
         if instance is not None:
             self._dispatch(entry, instance)
 
+    def resume_refused(self, entry: Entry, refused_by: PooledInstance, refusal: MeshError) -> None:
+        """Continue a request where it has not failed, or end it with the refusal.
+
+        Others may hold what an instance will never take.
+        """
+        entry.owed = True
+        entry.uncount_try()  # it ended nothing
+        entry.failed_at(refused_by.rank)
+        try:
+            instance = self._choose(entry)
+        except MeshError:
+            self.give_up(entry, refusal)
+            return
+        if instance.rank in entry.failed_ranks:
+            self.give_up(entry, refusal)
+            return
+        self._faults.count(FaultEvent.RESUME, "refused")
+        self._dispatch(entry, instance)
+
     def dispatch_orphans(self) -> None:
         """Dispatch the waiting requests that an instance can take now."""
         orphans, self._orphans = deque(self._orphans), []

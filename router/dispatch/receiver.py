@@ -24,7 +24,7 @@ from router.dispatch.broadcasts import Broadcasts
 from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
-from router.dispatch.ledger import Entry, Ledger
+from router.dispatch.ledger import Ledger
 from router.dispatch.mover import RequestMover
 from router.dispatch.pool import Pool, PooledInstance
 from router.faults import FaultEvent, Faults
@@ -112,11 +112,14 @@ class MessageReceiver:
         entry = self._ledger.find(instance.name, refused.request)
         if entry is None:
             return
-        if not refused.retry and not (entry.emitted and self._is_left(entry, instance)):
-            self._mover.give_up(entry, MeshError(400, "BadRequestError", refused.reason))
+        if not refused.retry:
+            refusal = MeshError(400, "BadRequestError", refused.reason)
+            if entry.emitted and not entry.prompt.background:
+                self._mover.resume_refused(entry, instance, refusal)  # its limits are its own
+            else:
+                self._mover.give_up(entry, refusal)
             return
-        if refused.retry:
-            entry.uncount_try()
+        entry.uncount_try()
         if entry.owed or not instance.ready:
             entry.owed = True
             self._faults.count(FaultEvent.RESUME, "refused")
@@ -125,11 +128,6 @@ class MessageReceiver:
             self._mover.resume(entry, instance)  # its queue is full; another one's may not be
         else:
             self._mover.give_up(entry, unavailable(refused.reason))
-
-    def _is_left(self, entry: Entry, refused_by: PooledInstance) -> bool:
-        """Whether another instance may take a request that has begun: limits may differ."""
-        failed = entry.failed_ranks | {refused_by.rank}
-        return any(each.ready and each.rank not in failed for each in self._pool)
 
     def _on_attached(self, instance: PooledInstance, attached: Attached) -> None:
         """Resume the requests of an earlier connection, of which the instance knows nothing."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from coordinator.rpc import rpc
@@ -17,7 +18,7 @@ from router.dispatch.ledger import BESIDE_OUTPUT, ID_BYTES, MAX_FRUITLESS, entry
 from router.dispatch.mover import RequestMover
 from router.dispatch.stream import Stream
 from router.mesh import MeshError, Prompt
-from tests.router.dispatch.shadow.test_shadowing import Link, Mesh, running
+from tests.router.dispatch.shadow.test_shadowing import CAPACITY, Link, Mesh, running
 
 LONG = list(range(40))
 """A prompt of two full blocks, and some tokens."""
@@ -198,20 +199,52 @@ def test_an_answer_that_has_begun_outlives_the_refusal_of_a_smaller_instance() -
             tried.add(name)
             assert mesh.links[name].submits[0].output_ids == [7]
         refuse(mesh, name)
-        assert not any(map(mesh.has, mesh.links)), "all have refused it"
-        deltas = aiter(stream)
-        assert (await anext(deltas)).token_ids == [7]
-        with pytest.raises(MeshError, match="too small") as caught:
-            await anext(deltas)
-        assert caught.value.status == 400
-        assert mesh.client.num_in_flight == 0
-
-    def refuse(mesh: Mesh, name: str) -> None:
-        number = mesh.links[name].submits.pop().request
-        refused = RequestRefused(number, "the cache is too small", retry=False)
-        mesh.client._receiver.received(mesh.instance(name), refused)
+        await is_refused(mesh, stream)
 
     run(work, 3)
+
+
+def refuse(mesh: Mesh, name: str) -> None:
+    number = mesh.links[name].submits.pop().request
+    refused = RequestRefused(number, "the cache is too small", retry=False)
+    mesh.client._receiver.received(mesh.instance(name), refused)
+
+
+async def is_refused(mesh: Mesh, stream: Stream) -> None:
+    """The stream has one token, and ends with the refusal of an instance."""
+    assert not any(map(mesh.has, mesh.links)), "all have refused it"
+    deltas = aiter(stream)
+    assert (await anext(deltas)).token_ids == [7]
+    with pytest.raises(MeshError, match="too small") as caught:
+        await asyncio.wait_for(anext(deltas), 5)
+    assert caught.value.status == 400
+    assert mesh.client.num_in_flight == 0
+
+
+def test_more_instances_may_refuse_an_answer_than_may_end_of_it() -> None:
+    async def work(mesh: Mesh) -> None:
+        stream, name, submit = await mesh.send()
+        mesh.tell(name, Delta(submit.request, [7]))
+        lose(mesh, name)
+        for _ in range(MAX_FRUITLESS + 1):
+            (name,) = filter(mesh.has, mesh.links)
+            refuse(mesh, name)
+        await is_refused(mesh, stream)
+
+    run(work, MAX_FRUITLESS + 2)
+
+
+def test_a_refusal_for_good_is_the_end_where_others_lack_the_adapter() -> None:
+    async def work(mesh: Mesh) -> None:
+        lacking = msgspec.structs.replace(CAPACITY, lacks_adapters=("a digest",))
+        mesh.instance("i0").capacity = lacking
+        prompt = Prompt("r", [5, 6], SamplingParams(), seed=1, adapter="a digest")
+        stream = mesh.client.generate(prompt)
+        mesh.tell("i1", Delta(mesh.links["i1"].submits[0].request, [7]))
+        refuse(mesh, "i1")
+        await is_refused(mesh, stream)
+
+    run(work, 2)
 
 
 def test_what_was_sent_to_a_lost_instance_is_no_load_of_it() -> None:
