@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from router.batches.batch_store import BatchStore, BatchTaken, OwnedBatch
-from router.batches.file_store import FileWriter, StoredFiles
+from router.batches.file_store import OUTPUT_PURPOSE, FileWriter, StoredFiles
 from router.batches.line_runner import LineRunner
 from router.batches.line_window import LineWindow
 from router.batches.lines import LineProblem, read_line, unanswered
@@ -89,12 +89,14 @@ class BatchRuns:
         """Store a new batch, and run it at once; raises as :meth:`.BatchStore.begin`."""
         await self.batches.begin(tenant, batch)
         self._began.set()
+        if self._is_closed:
+            await self.batches.release()
 
     async def _sweep(self, counts: StoreCounts) -> None:
         if self._is_closed or self._mesh.model is None or not self._mesh.healthy:
             return
         for id in await self.batches.orphans():
-            if await self.batches.claim(id):
+            if not self._is_closed and await self.batches.claim(id):
                 logger.info("goes on with batch %s, whose router is gone", id)
                 counts.events["batch_taken_over"] += 1
         for owned in await self.batches.owned():
@@ -105,12 +107,16 @@ class BatchRuns:
                 self._answering[id].cancel()
 
     async def close(self) -> None:
-        """End all runs for good; the next owner goes on with their batches."""
+        """End all runs for good; another router may go on with their batches at once."""
         self._is_closed = True
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self.batches.release()
+        except StoreUnusable as error:
+            logger.warning("%s", error)
 
     # ---- one batch
 
@@ -231,6 +237,7 @@ class BatchRuns:
         now = time.time()
         written: list[str] = []
         try:
+            await self.batches.clear(batch.id, [_file_name(batch, each) for each in ("output", "error")])
             answers = self.batches.answers(batch.id, errors=False)
             outputs = await self._written(tenant, batch, "output", answers, written)
             errors = await self._written(tenant, batch, "error", self._errors(batch, reason), written)
@@ -284,7 +291,7 @@ class BatchRuns:
         writer, id = None, None
         async for line in lines:
             if writer is None:
-                id = await self.files.begin(tenant, f"{batch.id}_{name}.jsonl", "batch_output")
+                id = await self.files.begin(tenant, _file_name(batch, name), OUTPUT_PURPOSE)
                 written.append(id)
                 writer = FileWriter(self.files, id, is_bounded=False)  # its lines had room
             await writer.write(line + b"\n")
@@ -299,6 +306,10 @@ class BatchRuns:
 
         with contextlib.suppress(BatchTaken):
             await self.batches.advance(id, fail, ended=time.time() + self.limits.ttl)
+
+
+def _file_name(batch: BatchObject, name: str) -> str:
+    return f"{batch.id}_{name}.jsonl"
 
 
 def first_of(errors: BaseExceptionGroup[Exception]) -> Exception:

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from router.batches.file_store import make_whole
+from router.batches.file_store import OUTPUT_PURPOSE, discard_unless_whole, make_whole
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject, BatchState, RequestCounts
 from router.stored.backend import Session
@@ -158,6 +158,22 @@ class BatchStore:
 
         return await self._database.run(write)
 
+    async def clear(self, id: str, names: Sequence[str]) -> None:
+        """Delete unfinished files of these names, which earlier tries to end the batch have left.
+
+        Raises:
+            BatchTaken: it is another router's, or has ended.
+        """
+        query = "SELECT id FROM files WHERE name = ? AND purpose = ? AND is_whole = 0"
+
+        def clear(session: Session) -> None:
+            self._owned(session, id)
+            for name in names:
+                for (file,) in session.execute(query, (name, OUTPUT_PURPOSE)).fetchall():
+                    discard_unless_whole(session, file)
+
+        await self._database.run(clear)
+
     # ---- lines
 
     async def answer(self, id: str, number: int, answer: LineAnswer) -> None:
@@ -266,6 +282,12 @@ class BatchStore:
     async def claim(self, id: str) -> bool:
         """Own a batch whose owner is dead; whether it is owned now."""
         return await self._database.run(lambda session: self._database.claim(session, "batches", id, ALIVE))
+
+    async def release(self) -> None:
+        """Leave this router's batches that have not ended to the first one that claims them."""
+        await self._database.write(
+            f"UPDATE batches SET owner = '' WHERE owner = ? AND state IN ({ALIVE})", (self._database.owner,)
+        )
 
     async def owned(self) -> list[OwnedBatch]:
         """Batches of this router that have not ended."""

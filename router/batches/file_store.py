@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator, Sequence
 
 from router.batches.objects import FileObject
 from router.stored.backend import Session
-from router.stored.database import StoreDatabase
+from router.stored.database import StoreDatabase, StoreUnusable
 from router.stored.schema import ENDED
 
 PART_BYTES = 1 << 18
 """Size of the parts in which a file is kept."""
 UPLOAD_SECONDS = 3600.0
-"""Seconds after which a file that was never whole is deleted."""
+"""Seconds from its newest part after which a file that was never whole is deleted."""
 LINES_IN_A_ROW = 32
 """Lines that are read without a look at other work."""
+OUTPUT_PURPOSE = "batch_output"
+"""Purpose of the files that batches end with."""
 COLUMNS = "id, bytes, created, name, purpose, expires"
 
 
@@ -53,8 +55,9 @@ class StoredFiles:
         def append(session: Session) -> None:
             if is_bounded:
                 self._database.check_room(session, len(part))
+            query = "UPDATE files SET bytes = bytes + ?, expires = ? WHERE id = ?"
+            _changed(session, id, query, (len(part), time.time() + UPLOAD_SECONDS, id))
             session.execute("INSERT INTO file_parts VALUES (?, ?, ?)", (id, number, part))
-            session.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(part), id))
 
         await self._database.run(append)
 
@@ -180,7 +183,13 @@ class FileWriter:
 
 def make_whole(session: Session, id: str, expires: float) -> None:
     """Let a file be seen, in a transaction."""
-    session.execute("UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id))
+    _changed(session, id, "UPDATE files SET is_whole = 1, expires = ? WHERE id = ?", (expires, id))
+
+
+def _changed(session: Session, id: str, query: str, values: Sequence[object]) -> None:
+    """Change a file's row, in a transaction; raises StoreUnusable if there is none."""
+    if not session.execute(query, values).rowcount:
+        raise StoreUnusable(f"the file {id} was deleted before it was whole")
 
 
 def discard_unless_whole(session: Session, id: str) -> None:

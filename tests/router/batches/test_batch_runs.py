@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.batches import file_store
 from router.batches.batch_runs import BatchRuns
-from router.batches.batch_store import OwnedBatch
-from router.batches.file_store import LINES_IN_A_ROW
+from router.batches.batch_store import BatchStore, OwnedBatch
+from router.batches.file_store import LINES_IN_A_ROW, UPLOAD_SECONDS
 from router.batches.lines import LineAnswer
 from router.batches.objects import BatchObject, BatchState
 from router.batches.routes import batch_runs
@@ -24,6 +26,7 @@ from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
 from router.stored.database import StoreDatabase, StoreUnusable
 from router.stored.replayed_body import Handler
+from router.stored.schema import expire
 from tests.router.batches.test_endpoints import database_of, file_of, line
 from tests.router.fake_mesh import FakeMesh, saying
 
@@ -63,6 +66,7 @@ def test_a_batch_that_a_draining_router_has_left_is_not_begun_again(
     served: ServedModel, tmp_path: Path
 ) -> None:
     database, both_began, begun = database_of(tmp_path / "store"), asyncio.Event(), 0
+    others = database_of(tmp_path / "store")
 
     async def hang(_: Request) -> NoReturn:
         nonlocal begun
@@ -74,15 +78,48 @@ def test_a_batch_that_a_draining_router_has_left_is_not_begun_again(
 
     async def run() -> None:
         runs, metrics = runs_on(database, served, {ENDPOINT: hang})
-        await stored(runs)
+        batch = await stored(runs)
         await runs._sweep(metrics.store)
         await both_began.wait()
         await runs.close()
         await runs._sweep(metrics.store)  # it goes on while connections end
         assert (runs._running, begun, runs.lines_in_flight) == ({}, 2, 0)
-        assert [owned.object.status for owned in await runs.batches.owned()] == [BatchState.IN_PROGRESS]
+        assert await runs.batches.owned() == []
+        later = BatchStore(others)
+        assert await later.claim("batch_a"), "its first owner lives, and has left it"
+        assert [owned.object.status for owned in await later.owned()] == [BatchState.IN_PROGRESS]
+        await runs.begin("t", msgspec.structs.replace(batch, id="batch_b"))
+        assert await later.orphans() == ["batch_b"]
 
     asyncio.run(asyncio.wait_for(run(), 20))
+    database.close()
+    others.close()
+
+
+def test_a_sweep_takes_nothing_over_once_its_router_drains(served: ServedModel, tmp_path: Path) -> None:
+    dead, database = (database_of(tmp_path / "store") for _ in range(2))
+
+    async def run() -> None:
+        before, _ = runs_on(dead, served, {})
+        batch = await stored(before)
+        await before.begin("t", msgspec.structs.replace(batch, id="batch_b"))
+        dead.seem_dead()
+        runs, metrics = runs_on(database, served, {})
+        claim, claimed = runs.batches.claim, []
+
+        async def claim_and_close(id: str) -> bool:
+            claimed.append(id)
+            found = await claim(id)
+            await runs.close()
+            return found
+
+        runs.batches.claim = claim_and_close  # type: ignore[method-assign]
+        await runs._sweep(metrics.store)
+        assert len(claimed) == 1
+        assert await runs.batches.owned() == []
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    dead.close()
     database.close()
 
 
@@ -115,6 +152,9 @@ def test_files_of_a_router_that_died_before_its_batch_had_ended_are_never_seen(
         assert ended.status is BatchState.COMPLETED
         seen = [each.id for each in await runs.files.all("t", None)]
         assert seen == [batch.input_file_id, ended.output_file_id, ended.error_file_id]
+        count = "SELECT COUNT(*), (SELECT COUNT(DISTINCT file) FROM file_parts) FROM files"
+        kept = await database.run(lambda session: tuple(session.execute(count).fetchone()))
+        assert kept == (3, 3), "nothing is left of the first try"
 
     asyncio.run(run())
     database.close()
@@ -147,6 +187,59 @@ def test_files_stay_where_only_the_news_of_the_end_was_lost(
             assert id is not None
             assert [line async for line in runs.files.lines(id, 50)] == [b"{}"]
             assert await runs.files.get(id, "t") is not None
+
+    asyncio.run(run())
+    database.close()
+
+
+def test_a_batch_whose_files_have_expired_before_its_end_writes_them_again(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = database_of(tmp_path / "store")
+
+    async def run() -> None:
+        runs, _ = runs_on(database, served, {})
+        batch = await stored(runs, BatchState.FINALIZING)
+        for number in range(2):
+            await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+        end = runs._ended
+
+        async def end_late(*terms: Any) -> BatchObject:
+            await database.run(lambda session: expire(session, time.time() + UPLOAD_SECONDS + 1))
+            return await end(*terms)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "_ended", end_late)
+            with pytest.raises(StoreUnusable, match="was deleted before it was whole"):
+                await runs._carried_out(OwnedBatch("t", batch))
+        await runs._carried_out(OwnedBatch("t", batch))
+        ended = await runs.batches.get(batch.id, "t")
+        assert ended is not None
+        assert ended.status is BatchState.COMPLETED
+        for id in (ended.output_file_id, ended.error_file_id):
+            assert await runs.files.get(id or "", "t") is not None
+
+    asyncio.run(run())
+    database.close()
+
+
+def test_a_file_expires_long_after_its_newest_part(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = database_of(tmp_path / "store")
+
+    async def run() -> None:
+        runs, _ = runs_on(database, served, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(file_store, "UPLOAD_SECONDS", 30.0)
+            id = await runs.files.begin("t", "lines", "batch")
+        await runs.files.append(id, 0, b"a\n")
+        await database.run(lambda session: expire(session, time.time() + UPLOAD_SECONDS / 2))
+        assert [each async for each in runs.files.parts(id)] == [b"a\n"]
+        await runs.files.delete(id)
+        with pytest.raises(StoreUnusable):
+            await runs.files.append(id, 1, b"b\n")
+        assert [each async for each in runs.files.parts(id)] == [], "nor a part without its file"
 
     asyncio.run(run())
     database.close()
