@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.model.checkpoint import CheckpointError
 from router.api.answers import encode, json_response
 from router.api.headers import client_id_of
 from router.api.responses import wire
@@ -201,10 +202,10 @@ class StoredResponses:
     async def _unfinished(self, id: str, again: RunRequest, status: str) -> wire.ResponseObject:
         """A response without output, with the values that its answer will have."""
         try:
-            model = await self._models.get(None)
-        except ApiError:  # no instance is there: what the request has is all that is known
+            name, defaults = await self._models.defaults()
+        except (ApiError, CheckpointError, OSError):  # what the request has is all that is known
             return _unfinished(id, again, status, "", {})
-        return _unfinished(id, again, status, model.name, model.defaults)
+        return _unfinished(id, again, status, name, defaults)
 
     async def _row(self, id: str, tenant: str, param: str | None = None) -> StoredAnswer:
         """The row of a response.

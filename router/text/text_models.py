@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from coordinator.process.process import shortage_of
 from engine.model.checkpoint import CheckpointError
@@ -12,6 +14,7 @@ from router.config import HttpConfig
 from router.errors import ApiError, short_of
 from router.images.conversation import takes_images
 from router.mesh import Mesh, ServedModel
+from router.text.sampling_defaults import sampling_defaults
 from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import TokenizerError
 
@@ -60,6 +63,18 @@ class TextModels:
                 if self._loaded is None or not self._loaded.follow(served):
                     self._loaded = await self._load(served)
         return self._loaded
+
+    async def defaults(self) -> tuple[str, Mapping[str, Any]]:
+        """Name and sampling defaults of the mesh's model, for which its tokenizer is not loaded.
+
+        Raises:
+            ApiError: there is none yet (503).
+            CheckpointError, OSError: the defaults cannot be read.
+        """
+        served = self.served()
+        if self._loaded is not None and self._loaded.follow(served):
+            return served.names[0], self._loaded.defaults
+        return served.names[0], await asyncio.to_thread(sampling_defaults, self._config, served.directory)
 
     def take_images(self, served: ServedModel) -> bool:
         """Whether requests may have images; reads the model's config.json at the first call."""

@@ -23,6 +23,8 @@ from router.mesh import MeshError, Prompt, ServedModel
 from router.stored import runs
 from router.stored.database import StoreDatabase
 from router.stored.store import AnswerState, AnswerStore, key_of
+from router.text import text_models
+from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, ids_of, serving
 from tests.router.fake_mesh import FakeMesh, saying
@@ -491,6 +493,36 @@ def test_a_router_that_refuses_what_a_living_one_makes_looks_seldom(
         assert "event: response.completed" in events
         most = 2 + (time.monotonic() - began_at) / runs.RETRY_SECONDS
         assert 1 <= tries <= most, "each reads all tokens and makes their text again"
+    for store in (owner, other):
+        store.database.close()
+
+
+def test_a_response_is_cancelled_at_a_router_that_has_not_loaded_its_tokenizer(
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = (
+        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 30.0
+    config = HttpConfig(api_key=KEYS, override_generation_config='{"temperature": 0.5, "top_p": 0.25}')
+    may_load = threading.Event()
+
+    def load(*terms: Any) -> TextModel:
+        may_load.wait()
+        return load_text_model(*terms)
+
+    with serving(slow, config, owner) as first, serving(fresh, config, other) as second:
+        begun = client_of(first).responses.create(model="tiny", input="Hello", background=True)
+        monkeypatch.setattr(text_models, "load_text_model", load)
+        try:
+            responses = client_of(second).with_options(timeout=10.0).responses
+            found = [responses.retrieve(begun.id), responses.cancel(begun.id)]
+        finally:
+            may_load.set()
+        assert [each.status for each in found] == ["in_progress", "cancelled"]
+        assert {(each.model, each.temperature, each.top_p) for each in found} == {("tiny", 0.5, 0.25)}
+        first.wait_until_idle()
     for store in (owner, other):
         store.database.close()
 
