@@ -32,33 +32,33 @@ MOST_WRITTEN = 1 << 30
 """Bytes written at once; the system takes less than 2 GiB."""
 
 
-def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a process of this host seems to share the bytes of these contiguous tensors."""
-    for descriptor in _found(_name_of(tensors), _size_of(tensors)):
-        os.close(descriptor)
-        return True
-    return False
+def join(tensors: Sequence[torch.Tensor]) -> bool:
+    """Move contiguous tensors to the file of a process that has the same bytes.
 
-
-def share(tensors: Sequence[torch.Tensor]) -> None:
-    """Move contiguous tensors to a file that another process shares, or to a new one.
-
-    Each leaves its memory when its bytes are in the new file. What is written to them afterwards is this
-    process' own.
+    Returns whether there is one. What is written to them afterwards is this process' own.
 
     Raises:
-        OSError: there are no such files here, or no memory. Some tensors may be in one.
+        OSError: the file cannot be mapped.
     """
-    if not tensors:
-        return
-    name, size = _name_of(tensors), _size_of(tensors)
-    for descriptor in _found(name, size):
+    for descriptor in _found(_name_of(tensors), size := _size_of(tensors)):
         places = _places(tensors, _mapped(descriptor, size))
         if all(map(torch.equal, map(_bytes_of, tensors), places)):
             for tensor, place in zip(tensors, places, strict=True):
                 _put(tensor, place)
-            return
-    _move(tensors, name, size)
+            return True
+    return False
+
+
+def share(tensors: Sequence[torch.Tensor]) -> None:
+    """Move contiguous tensors as :func:`join` does, or to a new file.
+
+    Each leaves its memory when its bytes are in the new file.
+
+    Raises:
+        OSError: there are no such files here, or no memory. Some tensors may be in one.
+    """
+    if tensors and not join(tensors):
+        _move(tensors, _name_of(tensors), _size_of(tensors))
 
 
 class SharedBytes:

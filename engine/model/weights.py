@@ -7,6 +7,7 @@ wrong.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -30,7 +31,7 @@ from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
 from engine.host.memory import MARGIN, available_memory
-from engine.host.shared_tensors import ALIGNMENT, is_shared, share
+from engine.host.shared_tensors import ALIGNMENT, join, share
 from engine.model.checkpoint import CheckpointError, ModelInfo, ReadingStopped
 from engine.model.coded_layers import CodedLayers, held_by, keep_weights_packed
 from engine.model.errors import first_line
@@ -157,13 +158,12 @@ def align(module: Any, sharers: int = 1, promised: int = 0) -> bool:
     ``sharers``: processes with others that do so at once, each of which will take so many bytes that it was
     ``promised``.
     """
-    tensors = _misaligned(module)
-    together = [each for each in tensors if each.is_contiguous()]
-    if tensors and not is_shared(together) and not bytes_to_align(module, sharers, promised):
+    needed = bytes_to_align(module, sharers, promised)
+    if (tensors := _misaligned(module)) and not needed:
         logger.warning("torch computes with the mapped checkpoint: no memory is free for copies")
         return False
     try:
-        share(together)
+        share([each for each in tensors if each.is_contiguous()])
     except OSError as error:
         logger.warning("each instance of this host has weights of its own: %s", error)
     for tensor in _misaligned(module):
@@ -192,14 +192,15 @@ def share_again(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def bytes_to_align(module: Any, sharers: int = 1, promised: int = 0) -> int:
-    """Bytes that :func:`align` takes in each process.
+    """Bytes that :func:`align` takes in each process; 0 where so many are not free.
 
-    0 where so many are not free, or another process of this host has them.
+    What another process of this host has is taken here already. It would be gone later if that one ended
+    meanwhile, and nobody would have kept memory for it.
     """
-    tensors = _misaligned(module)
-    if tensors and is_shared([each for each in tensors if each.is_contiguous()]):
-        tensors = [each for each in tensors if not each.is_contiguous()]
-    needed = sum(each.nbytes for each in tensors)
+    if together := [each for each in _misaligned(module) if each.is_contiguous()]:
+        with contextlib.suppress(OSError):  # it is no help to look for them then
+            join(together)
+    needed = sum(each.nbytes for each in _misaligned(module))
     return needed if sharers * (needed + promised) <= available_memory() * (1 - MARGIN) else 0
 
 

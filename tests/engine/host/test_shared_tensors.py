@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.host import shared_tensors
-from engine.host.shared_tensors import is_shared, share
+from engine.host.shared_tensors import join, share
 
 NUM_BYTES = 8 << 20
 NO_PROGRAM = 8
@@ -91,8 +91,7 @@ def test_two_processes_have_the_bytes_once(
 ) -> None:
     process, _ = holder
     wanted, tensors = made(), made()
-    assert is_shared(tensors)
-    share(tensors)
+    assert join(tensors)
     assert all(map(torch.equal, tensors, wanted))
     assert all(each.data_ptr() % 64 == 0 for each in tensors)
     assert [each.shape for each in tensors] == [each.shape for each in wanted]
@@ -117,7 +116,9 @@ def test_other_bytes_below_the_same_name_are_not_taken() -> None:
     """The name is made of a sample alone."""
     process, pipe = start(add=1)
     wanted, tensors = made(), made()
-    assert is_shared(tensors)
+    before = [each.data_ptr() for each in tensors]
+    assert not join(tensors)
+    assert before == [each.data_ptr() for each in tensors]
     share(tensors)
     assert all(map(torch.equal, tensors, wanted))
     pipe.close()
@@ -131,7 +132,7 @@ def test_a_file_that_may_still_be_written_is_not_taken(monkeypatch: pytest.Monke
         unsealed.setattr(shared_tensors, "SEALS", 0)
         share(tensors)
         assert len(files(seed=2)) == 1
-    assert not is_shared(made(seed=2))
+    assert not join(made(seed=2))
 
 
 def test_seals_that_the_system_adds_are_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ def test_seals_that_the_system_adds_are_no_hindrance(monkeypatch: pytest.MonkeyP
         except OSError as error:
             pytest.skip(f"no such flag in this system: {error}")
     assert len(files(seed=3)) == 1
-    assert is_shared(made(seed=3))
+    assert join(made(seed=3))
 
 
 def test_memory_that_runs_short_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,6 +312,35 @@ def test_weights_stay_in_their_file_where_no_memory_is_free(monkeypatch: pytest.
     assert weights.bytes_to_align(module) == 0
 
 
+def misaligned(num_bytes: int, last: float) -> torch.nn.Module:
+    """Weights as of a mapped file; ``last`` is in none of the samples of its bytes."""
+    module = torch.nn.Linear(1, num_bytes // 4, bias=False).requires_grad_(False)
+    numbers = torch.arange(num_bytes / 4 + 2)
+    numbers[num_bytes // 12] = last
+    module.weight.data = numbers[2:].view(-1, 1)
+    return module
+
+
+def test_weights_of_another_process_are_taken_before_the_cache_is_sized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So they stay where that one ends, and those that only seem equal need memory."""
+    num_bytes = 30_000
+    holder, module, other = (misaligned(num_bytes, last) for last in (1.0, 1.0, 2.0))
+    assert weights.align(holder)
+    monkeypatch.setattr(weights, "available_memory", lambda: num_bytes // 2)
+    assert weights.bytes_to_align(module) == 0
+    assert not weights.align(other)
+    holder.weight.data = torch.zeros(1)  # nobody else has it any more
+    assert weights.align(module)
+    assert module.weight.data_ptr() % 64 == 0
+    assert torch.equal(module.weight, misaligned(num_bytes, 1.0).weight)
+    monkeypatch.setattr(weights, "available_memory", lambda: num_bytes * 2)
+    assert weights.bytes_to_align(other) == num_bytes
+    assert weights.align(other)
+    assert torch.equal(other.weight, misaligned(num_bytes, 2.0).weight)
+
+
 def test_old_buffers_in_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
     expected = greedy_ids(load(tmp_path))
