@@ -260,7 +260,8 @@ class ShardWeights:
             here = min(num_bytes, self._model.weight_bytes)
         laid_out = 0 if self._program is None else self._program.weight_bytes
         laid_out += sum(each.bytes_again for each in (self.drafts, self.tower) if each is not None)
-        needed, free = (here + laid_out) * shard.neighbours, self._free_memory()
+        at_once = 1 if self._shares else shard.neighbours  # those that share look one by one
+        needed, free = (here + laid_out) * at_once, self._free_memory()
         if needed > free * (1 - MARGIN):
             raise WeightsRefused(
                 f"there is no memory for both versions: {needed / 2**20:.1f} MiB are needed beside the "

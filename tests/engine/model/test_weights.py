@@ -313,7 +313,7 @@ def test_weights_stay_in_their_file_where_no_memory_is_free(monkeypatch: pytest.
 
 
 def misaligned(num_bytes: int, last: float) -> torch.nn.Module:
-    """Weights as of a mapped file; ``last`` is in none of the samples of its bytes."""
+    """Weights as of a mapped file; no sample of its bytes has ``last``."""
     module = torch.nn.Linear(1, num_bytes // 4, bias=False).requires_grad_(False)
     numbers = torch.arange(num_bytes / 4 + 2)
     numbers[num_bytes // 12] = last

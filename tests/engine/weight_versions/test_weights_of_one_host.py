@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ def test_what_others_of_the_host_have_needs_no_memory(tmp_path: Path) -> None:
     check_together(one, other)
     wanted = submits(directory)
     assert answers(one, wanted) == answers(other, wanted) == answers(load(directory, **TORCH), wanted)
+
+
+def test_workers_that_look_one_by_one_need_memory_once(tmp_path: Path) -> None:
+    """Those before them have taken theirs already."""
+    directory = make("llama", tmp_path / "old")
+    new = trained(directory, tmp_path / "new")
+    weights = load(directory, **TORCH).executor.new_weights
+    size = (directory / "model.safetensors").stat().st_size
+    stage = weights._model.stage
+    stage = replace(stage, shard=replace(stage.shard, neighbours=4))
+    weights._model = replace(weights._model, stage=stage)
+    weights._free_memory = lambda: 2 * size
+    weights.prepare(str(new))
+    weights.switch()
 
 
 def test_weights_are_read_by_one_process_a_time(tmp_path: Path) -> None:
