@@ -15,7 +15,7 @@ from router.stored.schema import ENDED
 PART_BYTES = 1 << 18
 """Size of the parts in which a file is kept."""
 UPLOAD_SECONDS = 3600.0
-"""Seconds from its newest part after which a file that was never whole is deleted."""
+"""Seconds without a part until an unfinished file is deleted."""
 LINES_IN_A_ROW = 32
 """Lines that are read without a look at other work."""
 OUTPUT_PURPOSE = "batch_output"
