@@ -79,15 +79,19 @@ class SharedBytes:
     def __repr__(self) -> str:
         return f"<SharedBytes of {len(self._places)} tensors>"
 
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether there seems to be a tensor with a :func:`sample_digest`."""
-        return digest in self._places
-
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bytes of a contiguous tensor in a file; None where no file has them."""
         own = _bytes_of(tensor)
         found = self._places.get(_sample_of(own), [])
         return next((each for each in found if torch.equal(each, own)), None)
+
+    def bytes_to_come(self, samples: Sequence[tuple[int, bytes]]) -> int:
+        """Bytes of tensors that are not there, and of the largest other one.
+
+        ``samples``: bytes and :func:`sample_digest` of each.
+        """
+        shared = [num_bytes for num_bytes, digest in samples if digest in self._places]
+        return sum(num_bytes for num_bytes, _ in samples) - sum(shared) + max(shared, default=0)
 
     def _add(self, memory: mmap.mmap, size: int) -> None:
         (count,) = COUNT.unpack_from(memory, size - COUNT.size)
@@ -108,6 +112,11 @@ def sample_places(num_bytes: int) -> list[tuple[int, int]]:
 def sample_digest(num_bytes: int, parts: Sequence[bytes]) -> bytes:
     """Digest of the parts at :func:`sample_places` of a tensor."""
     return hashlib.sha256(b"".join([COUNT.pack(num_bytes), *parts])).digest()[:16]
+
+
+def sample_of(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """Bytes and :func:`sample_digest` of a contiguous tensor."""
+    return tensor.nbytes, _sample_of(_bytes_of(tensor))
 
 
 def _sample_of(own: torch.Tensor) -> bytes:

@@ -85,16 +85,21 @@ class PrivateFiles:
         """
         if self.shared is None:
             return self.num_bytes
-        shared = [tensor.num_bytes for path, tensor in self.homes.values() if self._is_shared(path, tensor)]
-        return self.num_bytes - sum(shared) + max(shared, default=0)
+        return self.shared.bytes_to_come([self._sample(*home) for home in self.homes.values()])
 
-    def _is_shared(self, path: Path, tensor: StoredTensor) -> bool:
+    @staticmethod
+    def _sample(path: Path, tensor: StoredTensor) -> tuple[int, bytes]:
         with path.open("rb", buffering=0) as file:
             parts = [
                 os.pread(file.fileno(), end - begin, tensor.begin + begin)
                 for begin, end in sample_places(tensor.num_bytes)
             ]
-        return self.shared is not None and sample_digest(tensor.num_bytes, parts) in self.shared
+        return tensor.num_bytes, sample_digest(tensor.num_bytes, parts)
+
+    def shared_or(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes in memory that is shared; the tensor where none has them."""
+        found = None if self.shared is None else self.shared.find(tensor)
+        return tensor if found is None else found.view(tensor.dtype).view(tensor.shape)
 
     def open(self, path: Path) -> nullcontext[PrivateFile]:
         """One of the files, as :class:`engine.model.weight_files.OpenFile` opens it."""
@@ -113,9 +118,7 @@ class PrivateFiles:
             raise CheckpointError(f"{name} has numbers of type {tensor.kind}, which is not known")
         held = torch.empty(tensor.num_bytes, dtype=torch.uint8)
         self._hash(name, memoryview(held.numpy()))
-        if self.shared is not None and (found := self.shared.find(held)) is not None:
-            held = found
-        return held.view(TYPES[tensor.kind]).view(tensor.shape)
+        return self.shared_or(held).view(TYPES[tensor.kind]).view(tensor.shape)
 
     def digest(self) -> str:
         """Digest of all bytes of all tensors; those that nobody has read are read now.
@@ -174,7 +177,9 @@ class PrivateSlice:
 
     def __getitem__(self, which: Any) -> torch.Tensor:
         whole = self._files.read(self._tensor.name)
-        return whole if which is ... else whole[which].clone()
+        if which is ...:
+            return whole
+        return self._files.shared_or(whole[which].clone(memory_format=torch.contiguous_format))
 
     def get_shape(self) -> list[int]:
         return [*self._tensor.shape]

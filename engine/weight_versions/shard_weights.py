@@ -19,7 +19,7 @@ from engine.config import ModelConfig
 from engine.host.background import Pace, beside_steps
 from engine.host.memory import MARGIN, is_out_of_memory, return_freed_memory, turn
 from engine.host.openmp import compute_with
-from engine.host.shared_tensors import SharedBytes
+from engine.host.shared_tensors import SharedBytes, sample_of
 from engine.kernels.other_weights import NativeWeights, PreparedWeights, TorchWeights, kept_buffers
 from engine.kernels.program import Program
 from engine.model.checkpoint import ModelInfo, ReadingStopped
@@ -94,6 +94,8 @@ class ShardWeights:
         self.digest = ""
         """Digest of the version in use; empty: of the checkpoint that was loaded."""
         self._source = self._next_source = info.directory
+        self._samples: list[tuple[int, bytes]] = []
+        """Samples of what was given back, which others of this host may have."""
         self.are_given_back = False
         """Whether no step can be computed before :meth:`switch`."""
 
@@ -165,9 +167,10 @@ class ShardWeights:
             self._program.laid_out.give_back()
             self._program.exchange.products.give_back()
             self._program.replace_weights(self._program.laid_out)  # lists of steps have their addresses
-        for tensor in (
-            dict(self._model.module.named_parameters()) | kept_buffers(self._model.module)
-        ).values():
+        tensors = dict(self._model.module.named_parameters()) | kept_buffers(self._model.module)
+        if self._shares:
+            self._samples = [sample_of(each) for each in tensors.values() if each.is_contiguous()]
+        for tensor in tensors.values():
             tensor.data = without_memory(tensor)
             forget_codes(tensor)
         self.are_given_back = True
@@ -204,7 +207,7 @@ class ShardWeights:
         with self._room(should_stop):
             if self._shares:
                 files.shared = SharedBytes()
-            self._check_memory(files.bytes_to_come)
+            self._check_memory(files.bytes_to_come, files.shared)
             self._next = self._read(directory, files, should_stop)
         if self.drafts is not None:
             self._next_drafts = self.drafts.prepare(directory, files.open)
@@ -252,12 +255,14 @@ class ShardWeights:
             return_freed_memory()
         return TorchWeights(model.module, found)
 
-    def _check_memory(self, num_bytes: int) -> None:
+    def _check_memory(self, num_bytes: int, shared: SharedBytes | None) -> None:
         """Check that there is room for what this shard reads, and for its laid-out form."""
         shard = self._model.stage.shard
         here = num_bytes // (shard.size * shard.num_stages)
         if self._held is not None:  # of the experts, this member's
             here = min(num_bytes, self._model.weight_bytes)
+        if shared is not None and self.are_given_back and self._next_source == self._source:
+            here = shared.bytes_to_come(self._samples)
         laid_out = 0 if self._program is None else self._program.weight_bytes
         laid_out += sum(each.bytes_again for each in (self.drafts, self.tower) if each is not None)
         at_once = 1 if self._shares else shard.neighbours  # those that share look one by one

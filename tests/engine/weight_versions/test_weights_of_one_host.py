@@ -14,9 +14,11 @@ from coordinator.messages import MemoryPart
 from engine.executor.uni import UniExecutor
 from engine.host import memory
 from engine.host.shared_tensors import FILE_NAME
+from engine.model.checkpoint import read_model_info
 from engine.model.weight_digest import whole_digest
 from engine.weight_versions.contract import WeightsRefused, WeightsSuperseded
-from tests.engine.invariance.answers import Instance, load
+from tests.engine.invariance.answers import Instance, load, settings
+from tests.engine.shard_threads import ThreadedShards
 from tests.engine.vision.test_images import make_tiny_vision_model
 from tests.engine.weight_versions.made import trained
 from tests.engine.weight_versions.test_shard_weights import answers, make, submits
@@ -87,6 +89,33 @@ def test_what_others_of_the_host_have_needs_no_memory(tmp_path: Path) -> None:
     check_together(one, other)
     wanted = submits(directory)
     assert answers(one, wanted) == answers(other, wanted) == answers(load(directory, **TORCH), wanted)
+
+
+def test_parts_that_others_of_the_host_have_need_no_memory(tmp_path: Path) -> None:
+    """The workers of a second instance find the parts of the first one's."""
+    directory = make("llama", tmp_path)
+    config, info, wanted = settings(directory, **TORCH), read_model_info(directory), submits(directory)
+    both = [ThreadedShards(config, info, tp=2) for _ in range(2)]
+    for each in both:
+        each.load(lambda _phase: None)
+    before = [answers(Instance(directory, each), wanted) for each in both]
+    one, other = ([worker.executor for worker in each.workers] for each in both)
+    for executor in (*one, *other):
+        assert executor.give_back(MemoryPart.WEIGHTS)
+    size = (directory / "model.safetensors").stat().st_size
+    for executor in other:
+        executor.new_weights._free_memory = lambda: size // 3
+        with pytest.raises(WeightsRefused, match="no memory for both versions"):
+            executor.new_weights.prepare("")
+    for executor in (*one, *other):
+        wake(executor)
+    for mine, others in zip(one, other, strict=True):
+        assert [*map(place_of, mine._model.module.parameters())] == [
+            *map(place_of, others._model.module.parameters())
+        ]
+    assert [answers(Instance(directory, each), wanted) for each in both] == before
+    for each in both:
+        each.close()
 
 
 def test_workers_that_look_one_by_one_need_memory_once(tmp_path: Path) -> None:
