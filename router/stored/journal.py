@@ -15,7 +15,17 @@ import msgspec
 
 from coordinator.numerics import Numerics
 from engine.messages import Delta
-from router.mesh import Generation, Known, Mesh, NumericsSwitch, Prompt, ServedModel, TokenSink, WeightSpan
+from router.mesh import (
+    Generation,
+    Known,
+    Mesh,
+    MeshError,
+    NumericsSwitch,
+    Prompt,
+    ServedModel,
+    TokenSink,
+    WeightSpan,
+)
 from router.stored.database import StoreUnusable
 from router.stored.store import AnswerTaken
 
@@ -35,8 +45,13 @@ class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 0.5
+"""Pause between two tries of an answer that no instance takes."""
+
 Continues = Callable[[], Awaitable[bool]]
 Lost = Callable[[], Awaitable[None]]
+IsPassing = Callable[[MeshError, bool], bool]
+"""Whether to try again after an error; whether the last try gave any token."""
 
 _decode = msgspec.msgpack.Decoder(JournalBatch).decode
 
@@ -142,9 +157,11 @@ class Journal:
 class JournalMesh:
     """The mesh with the journal of one answer between, for its samples."""
 
-    def __init__(self, mesh: Mesh, journal: Journal) -> None:
+    def __init__(self, mesh: Mesh, journal: Journal, is_passing: IsPassing | None = None) -> None:
+        """``is_passing``: None: all errors end the answer."""
         self._mesh = mesh
         self._journal = journal
+        self._is_passing = is_passing
         self._samples = 0
 
     @property
@@ -155,15 +172,18 @@ class JournalMesh:
     def generate(self, prompt: Prompt) -> Generation:
         """See :class:`router.mesh.Mesh`; samples are asked for in their order."""
         self._samples += 1
-        return JournalGeneration(self._mesh, self._journal, self._samples - 1, prompt)
+        return JournalGeneration(self._mesh, self._journal, self._samples - 1, prompt, self._is_passing)
 
 
 class JournalGeneration:
     """A :class:`router.mesh.Generation` whose tokens are committed before they are handed out."""
 
-    def __init__(self, mesh: Mesh, journal: Journal, sample: int, prompt: Prompt) -> None:
+    def __init__(
+        self, mesh: Mesh, journal: Journal, sample: int, prompt: Prompt, is_passing: IsPassing | None = None
+    ) -> None:
         self._mesh = mesh
         self._journal = journal
+        self._is_passing = is_passing
         self._sample = sample
         self._prompt = prompt
         self._numerics: str | None = None
@@ -218,9 +238,21 @@ class JournalGeneration:
             await self._journal.took()
             if batch.deltas[-1].finish_reason is not None:
                 return
-        if self._is_closed:  # by a stop string among what was recorded
-            return
-        begun = Known(known, self._numerics, list(self._spans)) if known else None
+        while not self._is_closed:  # as by a stop string among what was recorded
+            before = len(known)
+            try:
+                async for part in self._generated(known):
+                    yield part
+                return
+            except MeshError as error:
+                # it may have begun at another router: its reader cannot be told to ask again
+                if self._is_passing is None or not self._is_passing(error, len(known) > before):
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _generated(self, known: list[int]) -> AsyncIterator[Delta]:
+        """What follows the ``known`` tokens, each committed and added to them."""
+        begun = Known(list(known), self._numerics, list(self._spans)) if known else None
         wanted = msgspec.structs.replace(self._prompt, known=begun)
         self._generation = self._mesh.generate(wanted)
         async for delta in self._generation:
@@ -228,7 +260,7 @@ class JournalGeneration:
             if not known:
                 self._numerics = self._generation.fingerprint
                 first = self._first_class = self._generation.first_class
-                known = delta.token_ids
+            known += delta.token_ids
             spans = list(self._generation.weight_spans)
             new = [] if spans == self._spans else spans
             self._spans[:] = spans

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from enum import StrEnum
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -30,7 +31,7 @@ from router.metrics.request_histograms import CountedRequests
 from router.stored.conversation_store import addition
 from router.stored.database import StoreUnusable
 from router.stored.event_log import EventLog
-from router.stored.journal import Journal, JournalMesh
+from router.stored.journal import RETRY_SECONDS, Journal, JournalMesh
 from router.stored.replayed_body import Handler, inner_request
 from router.stored.store import AnswerState, AnswerStore, StoredAnswer, id_of, key_of, unpacked
 
@@ -41,8 +42,6 @@ SWEEP_SECONDS = 0.5
 FOLLOW_SECONDS = 0.05
 """Interval at which a run follows another router's tokens."""
 EXPIRY_SECONDS = 60.0
-RETRY_SECONDS = 0.5
-"""Pause of an adopted run that no instance takes."""
 REFUSED_SECONDS = 10.0
 """Time for adapters of adopted runs."""
 REPEATED_HEADERS = (b"x-data-parallel-rank", b"x-session-affinity", b"x-session-id", b"x-lockstep-capsule")
@@ -301,7 +300,8 @@ class Runs:
     async def _handled(self, run: Run, journal: Journal) -> tuple[Response, Scope]:
         """The response that will stream the answer, and the scope to call it with."""
         again = run.request
-        mesh, counts = JournalMesh(self._mesh, journal), run.counts
+        counts = run.counts
+        mesh = JournalMesh(self._mesh, journal, None if counts is None else partial(_is_passing, run))
         # one that another router has begun was let in there
         terms = StoredTerms(again.created, again.seed, mesh, is_limited=counts is None, counts=counts)
         request = inner_request(again.body, again.request_id, again.key, terms, again.headers)
@@ -493,6 +493,13 @@ class Runs:
 
 class _Unavailable(Exception):
     """No instance takes the answer now."""
+
+
+def _is_passing(run: Run, error: MeshError, has_begun: bool) -> bool:
+    """Whether an adopted answer is tried again after an error; ``has_begun``: with tokens of the last try."""
+    if has_begun:
+        run.num_lost = 0
+    return error.status == 503 and not _ends_instances(run, error)
 
 
 def _ends_instances(run: Run, error: MeshError) -> bool:

@@ -322,6 +322,45 @@ def test_a_router_that_was_taken_for_dead_leaves_its_stream_to_the_new_owner(
         store.database.close()
 
 
+def test_a_begun_answer_that_no_instance_takes_for_a_while_goes_on_later(
+    served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
+) -> None:
+    """Its recorded tokens have begun its stream by then, so that an error would be its end."""
+    lost, owner = (
+        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
+    )
+    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow.delay = 0.7
+    fresh.refusal = MeshError(503, "ServiceUnavailableError", "no instance is ready")
+    headers = {"x-lockstep-resumable": "1", "x-request-id": "mine"}
+    body = {"model": "tiny", "prompt": "Hello", "stream": True}
+    with serving(slow, HttpConfig(), lost) as first, serving(fresh, HttpConfig(), owner) as second:
+        seen = b""
+        with (
+            first.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
+            contextlib.suppress(httpx2.RemoteProtocolError),
+        ):
+            for part in answer.iter_bytes():
+                if not seen:
+                    lost.database.seem_dead()
+                seen += part
+        found: list[bytes] = []
+        reader = threading.Thread(
+            target=lambda: found.append(second.client.get("/v1/streams/cmpl-mine", timeout=60.0).content)
+        )
+        reader.start()
+        reader.join(2.0)  # some tries
+        assert not found
+        fresh.refusal = None
+        reader.join()
+        assert found[0].startswith(seen)
+        assert found[0].endswith(b"data: [DONE]\n\n")
+        assert b"error" not in found[0]
+        first.wait_until_idle()
+    for store in (lost, owner):
+        store.database.close()
+
+
 def test_a_router_that_knows_no_model_yet_ends_no_answer_of_a_dead_one(
     served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
