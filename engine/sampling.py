@@ -22,7 +22,7 @@ ALL_LOGPROBS = -1
 UNBOUNDED = 2**62
 """Stands for a limit that only the model knows, until it is asked."""
 MAX_BAD_WORDS = 1024
-"""Sequences of tokens: most words are two, with and without a blank before them."""
+"""Sequences of tokens; most words are two."""
 MAX_GRAMMAR_BYTES = 512 * 1024
 """Characters of the grammar of one request."""
 LEAST_REPETITION = 1e-6

@@ -36,7 +36,7 @@ COUNTS_INTERVAL = 1.0
 LOOK_INTERVAL = 0.05
 """Seconds between two checks whether a waiting caller should stop."""
 SILENCE_TIMEOUT = 20.0
-"""Seconds after which a worker that does not answer a plain question is lost.
+"""Seconds after which a worker without an answer to a plain question is lost.
 
 It is stopped or hangs: workers answer from a thread that does nothing else. During steps they are asked every
 ``COUNTS_INTERVAL``.

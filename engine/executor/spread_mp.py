@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from parallel.placement import Placement
 
 ANSWER_GRACE = 30.0
-"""Seconds beyond its own deadlines after which a worker that does not answer is lost."""
+"""Seconds beyond its deadlines after which a silent worker is lost."""
 READING_TIMEOUT = 600.0
 """Seconds in which a worker must have read the experts that it gets."""
 ASK_SECONDS = 1.0

@@ -20,7 +20,7 @@ NICENESS = 10
 LEAST_PRIORITY = 19
 """Lowest thread priority: the greatest niceness of Linux."""
 SWITCH_INTERVAL = 0.0001
-"""Seconds after which a thread that computes in Python lets another one go on.
+"""Seconds after which a thread that runs Python lets another go on.
 
 By default that is 5 ms, which is as long as a step.
 """

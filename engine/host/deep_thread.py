@@ -17,7 +17,7 @@ Pages that were never touched cost nothing; touched pages are held until the thr
 """
 
 IDLE = 10.0
-"""Seconds without a task after which the thread ends; the next task starts another one."""
+"""Seconds without a task after which the thread ends."""
 
 _starting = threading.Lock()
 """Held while a thread starts: the size of new stacks is the whole process's."""

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 TURN_TIMEOUT = 120.0
 """Seconds that a process waits for the lock, while others lay out weights."""
+READING_TURN_TIMEOUT = 600.0
+"""Seconds that an instance waits while others of its host read weights."""
 DEVICE_TURN_TIMEOUT = 600.0
 """Seconds to wait for a device's lock, while others compile and capture graphs."""
 

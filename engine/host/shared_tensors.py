@@ -28,7 +28,7 @@ ROW = struct.Struct("<QQ16s")
 """Entry at the end of a file: begin, bytes and sample's digest of a tensor."""
 COUNT = struct.Struct("<Q")
 """Number of rows, behind them."""
-MOST_WRITTEN = 1 << 30
+WRITTEN_AT_ONCE = 1 << 30
 """Bytes written at once; the system takes less than 2 GiB."""
 
 
@@ -189,7 +189,7 @@ def _write(descriptor: int, numbers: memoryview, offset: int) -> None:
     """
     written = 0
     while written < len(numbers):
-        written += os.pwrite(descriptor, numbers[written : written + MOST_WRITTEN], offset + written)
+        written += os.pwrite(descriptor, numbers[written : written + WRITTEN_AT_ONCE], offset + written)
 
 
 def _found(name: str, size: int | None) -> Iterator[int]:

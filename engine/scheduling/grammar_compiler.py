@@ -40,7 +40,7 @@ The lexer's states add up over all of them, and are limited.
 """
 
 MAX_GROWTH = 128 << 20
-"""Bytes that the process may grow by, for any reason, before cached grammars are dropped.
+"""Bytes that the process may grow by before cached grammars are dropped.
 
 The library does not tell what a grammar holds, which grows as answers follow it.
 """

@@ -16,7 +16,7 @@ import numpy as np
 from engine.transfers.block_memory import Bytes, CacheGone, CopiedMemory
 
 TURN_TIMEOUT = 30.0
-"""Seconds for which a thread waits for the stage, at most: several copies that hang."""
+"""Seconds that a thread waits for the stage: several copies that hang."""
 
 
 class DeviceCopies(Protocol):

@@ -17,7 +17,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.host.background import Pace, beside_steps
-from engine.host.memory import MARGIN, is_out_of_memory, return_freed_memory, turn
+from engine.host.memory import MARGIN, READING_TURN_TIMEOUT, is_out_of_memory, return_freed_memory, turn
 from engine.host.openmp import compute_with
 from engine.host.shared_tensors import SharedBytes, sample_of
 from engine.kernels.other_weights import NativeWeights, PreparedWeights, TorchWeights, kept_buffers
@@ -40,9 +40,6 @@ from engine.weight_versions.spread_weights import SpreadWeights
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-
-READING_PATIENCE = 600.0
-"""Seconds that an instance waits until the others of its host have read the weights."""
 
 
 class PartBeside(Protocol):
@@ -230,7 +227,7 @@ class ShardWeights:
             if should_stop():
                 raise ReadingStopped
 
-        return turn(READING_PATIENCE, while_waiting=look) if self._shares else nullcontext()
+        return turn(READING_TURN_TIMEOUT, while_waiting=look) if self._shares else nullcontext()
 
     def _read(self, directory: Path, files: PrivateFiles, should_stop: Callable[[], bool]) -> PreparedWeights:
         model = self._model

@@ -46,7 +46,7 @@ class JournalBatch(msgspec.Struct, frozen=True, array_like=True):
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
-"""Pause between two tries of an answer that no instance takes."""
+"""Pause before an answer is tried again."""
 
 Continues = Callable[[], Awaitable[bool]]
 Lost = Callable[[], Awaitable[None]]
