@@ -496,7 +496,7 @@ class _Unavailable(Exception):
 
 
 def _is_passing(run: Run, error: MeshError, has_begun: bool) -> bool:
-    """Whether an adopted answer is tried again after an error; ``has_begun``: with tokens of the last try."""
+    """Whether an adopted answer is tried again; ``has_begun``: the last try gave tokens."""
     if has_begun:
         run.num_lost = 0
     return error.status == 503 and not _ends_instances(run, error)

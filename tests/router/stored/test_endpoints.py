@@ -20,7 +20,7 @@ import pytest
 from engine.messages import Delta, FinishReason
 from router.config import HttpConfig
 from router.mesh import MeshError, Prompt, ServedModel
-from router.stored import runs
+from router.stored import journal, runs
 from router.stored.database import StoreDatabase
 from router.stored.store import AnswerState, AnswerStore, key_of
 from router.text import text_models
@@ -325,7 +325,7 @@ def test_a_router_that_was_taken_for_dead_leaves_its_stream_to_the_new_owner(
 def test_a_begun_answer_that_no_instance_takes_for_a_while_goes_on_later(
     served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
-    """Its recorded tokens have begun its stream by then, so that an error would be its end."""
+    """Its recorded tokens have begun its stream, so that an error would end it."""
     lost, owner = (
         AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
     )
@@ -453,7 +453,8 @@ def test_an_answer_that_ends_the_instances_of_a_later_router_is_tried_no_further
     num_lost: int,
     tries: int,
 ) -> None:
-    monkeypatch.setattr(runs, "RETRY_SECONDS", 0.05)
+    for module in (journal, runs):
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     before, after = (
         AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
     )
@@ -530,7 +531,7 @@ def test_a_router_that_refuses_what_a_living_one_makes_looks_seldom(
         began_at = time.monotonic()
         events = get(second, f"/v1/responses/{begun.id}?stream=true").text
         assert "event: response.completed" in events
-        most = 2 + (time.monotonic() - began_at) / runs.RETRY_SECONDS
+        most = 2 + (time.monotonic() - began_at) / journal.RETRY_SECONDS
         assert 1 <= tries <= most, "each reads all tokens and makes their text again"
     for store in (owner, other):
         store.database.close()
