@@ -123,6 +123,22 @@ def test_a_sweep_takes_nothing_over_once_its_router_drains(served: ServedModel, 
     database.close()
 
 
+async def answered(runs: BatchRuns) -> BatchObject:
+    """A stored batch of two lines with answers, whose files are to be written."""
+    batch = await stored(runs, BatchState.FINALIZING)
+    for number in range(2):
+        await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+    return batch
+
+
+async def completed(runs: BatchRuns, id: str) -> BatchObject:
+    """The batch as its client sees it, at its end."""
+    ended = await runs.batches.get(id, "t")
+    assert ended is not None
+    assert ended.status is BatchState.COMPLETED
+    return ended
+
+
 class Killed(BaseException):
     """Stands for the death of the router: nothing is tidied up."""
 
@@ -134,9 +150,7 @@ def test_files_of_a_router_that_died_before_its_batch_had_ended_are_never_seen(
 
     async def run() -> None:
         runs, _ = runs_on(database, served, {})
-        batch = await stored(runs, BatchState.FINALIZING)
-        for number in range(2):
-            await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+        batch = await answered(runs)
 
         async def die(*_: object) -> NoReturn:
             raise Killed
@@ -147,9 +161,7 @@ def test_files_of_a_router_that_died_before_its_batch_had_ended_are_never_seen(
                 await runs._carried_out(OwnedBatch("t", batch))
         assert [each.id for each in await runs.files.all("t", None)] == [batch.input_file_id]
         await runs._carried_out(OwnedBatch("t", batch))
-        ended = await runs.batches.get(batch.id, "t")
-        assert ended is not None
-        assert ended.status is BatchState.COMPLETED
+        ended = await completed(runs, batch.id)
         seen = [each.id for each in await runs.files.all("t", None)]
         assert seen == [batch.input_file_id, ended.output_file_id, ended.error_file_id]
         count = "SELECT COUNT(*), (SELECT COUNT(DISTINCT file) FROM file_parts) FROM files"
@@ -168,9 +180,7 @@ def test_files_stay_where_only_the_news_of_the_end_was_lost(
 
     async def run() -> None:
         runs, _ = runs_on(database, served, {})
-        batch = await stored(runs, BatchState.FINALIZING)
-        for number in range(2):
-            await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+        batch = await answered(runs)
         commit = runs._ended
 
         async def commit_and_break(*terms: Any) -> NoReturn:
@@ -180,9 +190,7 @@ def test_files_stay_where_only_the_news_of_the_end_was_lost(
         monkeypatch.setattr(runs, "_ended", commit_and_break)
         with pytest.raises(StoreUnusable):
             await runs._carried_out(OwnedBatch("t", batch))
-        ended = await runs.batches.get(batch.id, "t")
-        assert ended is not None
-        assert ended.status is BatchState.COMPLETED
+        ended = await completed(runs, batch.id)
         for id in (ended.output_file_id, ended.error_file_id):
             assert id is not None
             assert [line async for line in runs.files.lines(id, 50)] == [b"{}"]
@@ -199,9 +207,7 @@ def test_a_batch_whose_files_have_expired_before_its_end_writes_them_again(
 
     async def run() -> None:
         runs, _ = runs_on(database, served, {})
-        batch = await stored(runs, BatchState.FINALIZING)
-        for number in range(2):
-            await runs.batches.answer(batch.id, number, LineAnswer(number == 1, b"{}"))
+        batch = await answered(runs)
         end = runs._ended
 
         async def end_late(*terms: Any) -> BatchObject:
@@ -213,9 +219,7 @@ def test_a_batch_whose_files_have_expired_before_its_end_writes_them_again(
             with pytest.raises(StoreUnusable, match="was deleted before it was whole"):
                 await runs._carried_out(OwnedBatch("t", batch))
         await runs._carried_out(OwnedBatch("t", batch))
-        ended = await runs.batches.get(batch.id, "t")
-        assert ended is not None
-        assert ended.status is BatchState.COMPLETED
+        ended = await completed(runs, batch.id)
         for id in (ended.output_file_id, ended.error_file_id):
             assert await runs.files.get(id or "", "t") is not None
 

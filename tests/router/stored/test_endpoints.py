@@ -67,6 +67,18 @@ def get(server: Server, path: str, key: str = "one", **headers: str) -> httpx2.R
     return server.client.get(path, headers={"authorization": f"Bearer {key}", **headers})
 
 
+def two_stores(place: Path | str) -> tuple[AnswerStore, AnswerStore]:
+    """Those of two routers, which share one database."""
+    one, other = (AnswerStore(StoreDatabase(place, most_bytes=1 << 20, lasts=False)) for _ in range(2))
+    return one, other
+
+
+def two_meshes(served: ServedModel, tokenizer: Tokenizer) -> tuple[FakeMesh, FakeMesh]:
+    """As two routers see it; both say :data:`TEXT`."""
+    one, other = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    return one, other
+
+
 def test_a_stored_response_is_there_for_its_key_until_deleted(stored: Server) -> None:
     client = client_of(stored)
     made = client.responses.create(model="tiny", input="Hello", store=True)
@@ -326,10 +338,8 @@ def test_a_begun_answer_that_no_instance_takes_for_a_while_goes_on_later(
     served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
     """Its recorded tokens have begun its stream, so that an error would end it."""
-    lost, owner = (
-        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
-    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    lost, owner = two_stores(endpoint_place)
+    slow, fresh = two_meshes(served, tokenizer)
     slow.delay = 0.7
     fresh.refusal = MeshError(503, "ServiceUnavailableError", "no instance is ready")
     headers = {"x-lockstep-resumable": "1", "x-request-id": "mine"}
@@ -365,9 +375,7 @@ def test_a_router_that_knows_no_model_yet_ends_no_answer_of_a_dead_one(
     served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str
 ) -> None:
     """A whole mesh starts again, and clients come back before its instances."""
-    before, after = (
-        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
+    before, after = two_stores(endpoint_place)
     model = msgspec.structs.replace(served, fingerprint="a digest")
     slow, fresh = (FakeMesh(model, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
     slow.delay = 30.0
@@ -398,7 +406,7 @@ def test_a_reader_at_a_router_whose_store_fails_is_cut_off_and_not_forgotten(
     maker, reader = (
         AnswerStore(StoreDatabase(tmp_path / "store", most_bytes=1 << 20, lasts=False)) for _ in range(2)
     )
-    slow, other = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    slow, other = two_meshes(served, tokenizer)
     slow.delay = 5.0
     headers = {"authorization": "Bearer one"}
     config = HttpConfig(api_key=KEYS)
@@ -427,10 +435,8 @@ def test_an_answer_that_a_later_router_refuses_ends_with_its_reason(
 ) -> None:
     """A mesh that starts again may lack an adapter, or name its model otherwise."""
     monkeypatch.setattr(runs, "REFUSED_SECONDS", 1.0)
-    before, after = (
-        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
-    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    before, after = two_stores(endpoint_place)
+    slow, fresh = two_meshes(served, tokenizer)
     slow.delay = 30.0
     fresh.model = msgspec.structs.replace(served, names=("another",))
     config = HttpConfig(api_key=KEYS)
@@ -455,10 +461,8 @@ def test_an_answer_that_ends_the_instances_of_a_later_router_is_tried_no_further
 ) -> None:
     for module in (journal, runs):
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
-    before, after = (
-        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
-    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    before, after = two_stores(endpoint_place)
+    slow, fresh = two_meshes(served, tokenizer)
     slow.delay = 30.0
     found = 0
 
@@ -488,10 +492,8 @@ def test_time_for_adapters_begins_when_there_is_a_model(
 ) -> None:
     """A mesh that starts again first has no model, then not yet all its adapters."""
     monkeypatch.setattr(runs, "REFUSED_SECONDS", 2.0)
-    before, after = (
-        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
-    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    before, after = two_stores(endpoint_place)
+    slow, fresh = two_meshes(served, tokenizer)
     slow.delay = 30.0
     fresh.model = None
     config = HttpConfig(api_key=KEYS)
@@ -514,8 +516,8 @@ def test_time_for_adapters_begins_when_there_is_a_model(
 def test_a_router_that_refuses_what_a_living_one_makes_looks_seldom(
     served: ServedModel, tokenizer: Tokenizer, place: Path | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, other = (AnswerStore(StoreDatabase(place, most_bytes=1 << 20, lasts=False)) for _ in range(2))
-    slow, strange = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    owner, other = two_stores(place)
+    slow, strange = two_meshes(served, tokenizer)
     slow.delay = 0.5
     strange.model = msgspec.structs.replace(served, fingerprint="another")
     remade, tries = runs.Runs._remade, 0
@@ -540,10 +542,8 @@ def test_a_router_that_refuses_what_a_living_one_makes_looks_seldom(
 def test_a_response_is_cancelled_at_a_router_that_has_not_loaded_its_tokenizer(
     served: ServedModel, tokenizer: Tokenizer, endpoint_place: Path | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, other = (
-        AnswerStore(StoreDatabase(endpoint_place, most_bytes=1 << 20, lasts=False)) for _ in range(2)
-    )
-    slow, fresh = (FakeMesh(served, saying(ids_of(tokenizer, TEXT), FinishReason.STOP)) for _ in range(2))
+    owner, other = two_stores(endpoint_place)
+    slow, fresh = two_meshes(served, tokenizer)
     slow.delay = 30.0
     config = HttpConfig(api_key=KEYS, override_generation_config='{"temperature": 0.5, "top_p": 0.25}')
     may_load = threading.Event()
